@@ -1,0 +1,51 @@
+# Two commands do all the set-up: `make demo` and `make test`. Needs Python >= 3.11 and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 2
+
+.PHONY: demo test lint types unit bench-cpu kernels clean
+
+demo: $(VENV)/.installed
+	$(BIN)/bicovg train digits
+	@echo
+	@echo "Next: bicovg recipes                                  all recipes of the paper's tables"
+	@echo "      bicovg train digits --seeds 0 1 2 3 4           spread over seeds"
+	@echo "      bicovg train digits-per-channel                 the goodness the paper improves on"
+	@echo "      bicovg compare RUN RUN                          gains per block"
+	@echo "(activate the environment first: . $(VENV)/bin/activate)"
+
+test: lint types unit
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+unit: $(VENV)/.dev
+	$(BIN)/python -m pytest -q --durations=10
+
+bench-cpu: $(VENV)/.dev
+	$(BIN)/python benchmarks/step_cpu.py
+
+# On a CUDA machine: every kernel at every recipe's shapes, bf16 and float32.
+kernels:
+	$(PYTHON) benchmarks/kernels.py
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "bicovg needs Python >= 3.11: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(VENV)/bin/python constraints.txt pyproject.toml
+	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[data]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,7 @@
+"""``python -m bicovg``."""
+
+import sys
+
+from bicovg.cli import main
+
+sys.exit(main())

@@ -1,0 +1,162 @@
+"""The block and the unit: what is computed where, and what is isolated from what.
+
+Block: ``conv3x3 -> batch norm -> ReLU = f``; goodness and readout look at f; ``f -> RMSPool? -> dropout -> RMSNorm = h``.
+Unit: consecutive blocks and everything their losses train. A unit's input never carries a graph and its output is
+computed without one, so no gradient can leave it: isolation is structural, not a matter of careful detaching.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from bicovg.draws import make_keys
+from bicovg.goodness import BiCovG, Readout
+from bicovg.layers import FeatureAlignment, keyed_dropout, rms_norm, rms_pool
+from bicovg.signals import Credit, loss_credit
+
+
+class Block(nn.Module):
+    """One convolution with its norm, and, where it is an exit, goodness and readout.
+
+    Args:
+        index: position in the network; part of the dropout key and of error messages.
+        goodness: None where the block is no exit.
+        alignment: the FAL at this block's entrance, or None.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        in_channels: int,
+        channels: int,
+        *,
+        pool: bool,
+        dropout: float,
+        batch_norm: bool,
+        num_classes: int,
+        goodness: BiCovG | None,
+        alignment: FeatureAlignment | None,
+    ) -> None:
+        super().__init__()
+        self.index, self.pool, self.dropout = index, pool, dropout
+        self.alignment = alignment
+        self.conv = nn.Conv2d(in_channels, channels, 3, padding=1, bias=not batch_norm)
+        self.norm = nn.BatchNorm2d(channels) if batch_norm else None
+        self.goodness = goodness
+        self.readout = Readout(goodness.dim, num_classes) if goodness is not None else None
+        self.recomputing = False
+
+    def features(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d h w"]:
+        """The post-ReLU, pre-pool activations f."""
+        if self.alignment is not None:
+            x = self.alignment(x)
+        y = self.conv(x)
+        return F.relu(y if self.norm is None else self._normalise(y, self.norm))
+
+    def _normalise(self, y: Tensor, norm: nn.BatchNorm2d) -> Tensor:
+        if not (self.training and self.recomputing):
+            return norm(y)  # type: ignore[no-any-return]
+        # checkpointing runs the forward twice: the running statistics must move once, so copies take the second
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        means, variances = norm.running_mean.clone(), norm.running_var.clone()
+        return F.batch_norm(y, means, variances, norm.weight, norm.bias, True, 0.0, norm.eps)
+
+    def judge(self, f: Float[Tensor, "b d h w"]) -> Float[Tensor, "b k"]:
+        """Class logits of this exit."""
+        assert self.goodness is not None
+        assert self.readout is not None
+        try:
+            return self.readout(self.goodness(f))  # type: ignore[no-any-return]
+        except ValueError as error:
+            raise ValueError(f"block {self.index}: {error}") from None
+
+    def emit(self, f: Float[Tensor, "b d h w"], keys: Int[Tensor, " b"] | None) -> Float[Tensor, "b d p q"]:
+        """The next block's input h. ``keys`` (one per sample) key the dropout mask in training."""
+        h = rms_pool(f) if self.pool else f
+        if self.training and self.dropout:
+            assert keys is not None
+            h = keyed_dropout(h, self.dropout, make_keys(keys, self.index))
+        return rms_norm(h)
+
+    def forward(
+        self, x: Float[Tensor, "b c h w"], keys: Int[Tensor, " b"] | None
+    ) -> tuple[Float[Tensor, "b d p q"], Float[Tensor, "b k"] | None]:
+        """h with its graph, and the logits if this block is an exit."""
+        f = self.features(x)
+        return self.emit(f, keys), self.judge(f) if self.goodness is not None else None
+
+
+@contextmanager
+def recomputing(block: Block) -> Iterator[None]:
+    """Marks the second forward of a checkpointed block."""
+    block.recomputing = True
+    try:
+        yield
+    finally:
+        block.recomputing = False
+
+
+class Unit(nn.Module):
+    """Blocks trained together by the losses of their exits.
+
+    Args:
+        blocks: consecutive blocks; gradients flow between them and nowhere else.
+        checkpointing: recompute inner activations in the backward pass instead of keeping them.
+    """
+
+    def __init__(self, blocks: Sequence[Block], checkpointing: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.checkpointing = checkpointing
+        self.exits = [block.index for block in blocks if block.goodness is not None]
+
+    def forward(
+        self, x: Float[Tensor, "b c h w"], keys: Int[Tensor, " b"] | None = None, emit: bool = True
+    ) -> tuple[Float[Tensor, "b d p q"] | None, list[Float[Tensor, "b k"]]]:
+        """Returns the next unit's input (no graph; None unless ``emit``) and the logits of every exit."""
+        logits: list[Tensor] = []
+        *inner, last = self.blocks
+        x = x.detach()
+        for block in inner:
+            x, judged = self._run_inner(block, x, keys)
+            if judged is not None:
+                logits.append(judged)
+        f = last.features(x)
+        if last.goodness is not None:
+            logits.append(last.judge(f))
+        if not emit:
+            return None, logits
+        with torch.no_grad():
+            return last.emit(f.detach(), keys), logits
+
+    def _run_inner(self, block: nn.Module, x: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        assert isinstance(block, Block)
+        if not (self.checkpointing and self.training and torch.is_grad_enabled()):
+            return block(x, keys)  # type: ignore[no-any-return]
+        return checkpoint(  # type: ignore[no-any-return]
+            block,
+            x,
+            keys,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), recomputing(block)),
+        )
+
+    def learn(
+        self,
+        x: Float[Tensor, "b c h w"],
+        labels: Int[Tensor, " b"],
+        keys: Int[Tensor, " b"] | None = None,
+        emit: bool = True,
+    ) -> Credit:
+        """Forward and this unit's credit: cross-entropy at each of its exits."""
+        h, logits = self(x, keys, emit)
+        return loss_credit(
+            h, [F.cross_entropy(z.float() if z.dtype != torch.float64 else z, labels) for z in logits]
+        )

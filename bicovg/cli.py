@@ -1,0 +1,172 @@
+"""The command line. Imports no torch until a command needs it, so that ``--help`` answers in a blink."""
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from bicovg.config import Config, nearest, override, parse_value, walk_settings
+from bicovg.errors import UserError
+from bicovg.recipes import RECIPES, get_recipe
+
+DESCRIPTION = (
+    "Train convolutional networks without backpropagation through the net (BiCovG, Forward-Forward)."
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that speaks one sentence, suggests the nearest flag, and exits with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            raise UserError(f"unknown argument {unknown[0]!r}")
+        return found
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="bicovg", description=DESCRIPTION, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    commands.add_parser("recipes", help="list the named recipes")
+    train = commands.add_parser(
+        "train",
+        help="train a recipe (default: the built-in digits)",
+        description="Train a recipe. Every setting is a flag: --optim.lr 0.1, --model.channels 32,64; `bicovg train --help` lists them.",
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add_train_arguments(train)
+    for name, text in (
+        ("eval", "evaluate a run on its test images"),
+        ("fuse", "fit Logistic Fusion on a run's exits"),
+    ):
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        command.add_argument("run", metavar="RUN")
+        command.add_argument("--data-root", help="folder of packed data sets")
+        command.add_argument("--device", default="auto", help="auto, cpu or cuda")
+        if name == "fuse":
+            command.add_argument(
+                "--on",
+                default="train",
+                choices=("train", "augmented", "heldout"),
+                help="images whose logits are fitted",
+            )
+    predict = commands.add_parser("predict", help="classify image files with a run", allow_abbrev=False)
+    predict.add_argument("run", metavar="RUN")
+    predict.add_argument("images", metavar="IMAGE", nargs="+")
+    predict.add_argument("--head", default="mean", help="mean, fused, last, or a block index")
+    predict.add_argument("--top", type=int, default=5, help="classes to print per image")
+    predict.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    compare = commands.add_parser("compare", help="compare finished runs, seeds pooled", allow_abbrev=False)
+    compare.add_argument("runs", metavar="RUN", nargs="+")
+    from bicovg.data.command import add_parser as add_data_parser
+
+    add_data_parser(commands)
+    return parser
+
+
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a name from `bicovg recipes`")
+    parser.add_argument("--resume", metavar="RUN", help="continue this run folder")
+    parser.add_argument("--out", metavar="DIR", help="run folder (default runs/<recipe>-s<seed>-<time>)")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", metavar="SEED", help="one run per seed, mean and std at the end"
+    )
+    parser.add_argument(
+        "--max-seconds", type=float, metavar="N", help="stop cleanly after N seconds, resumable"
+    )
+    parser.add_argument(
+        "--engine", dest="train.engine", default=argparse.SUPPRESS, help="short for --train.engine"
+    )
+    for setting in walk_settings(Config()):
+        parser.add_argument(
+            f"--{setting.path}", dest=setting.path, metavar="X", default=argparse.SUPPRESS, help=setting.help
+        )
+
+
+def split_overrides(args: argparse.Namespace, config: Config) -> dict[str, Any]:
+    """The config flags among the parsed arguments, as typed values by path."""
+    kinds = {setting.path: setting.kind for setting in walk_settings(config)}
+    return {
+        path: parse_value(value, kinds[path], path) for path, value in vars(args).items() if path in kinds
+    }
+
+
+def known_flags(parser: argparse.ArgumentParser) -> list[str]:
+    return [flag for action in parser._actions for flag in action.option_strings]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point: the exit code; user mistakes are one sentence on stderr and 2."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return dispatch(words)
+    except UserError as error:
+        print(f"bicovg: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def dispatch(words: list[str]) -> int:
+    parser = build_parser()
+    suggest_flags(parser, words)
+    args = parser.parse_args(words)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    if args.command == "recipes":
+        return list_recipes()
+    if args.command == "data":
+        from bicovg.data.command import run as run_data
+
+        return run_data(args)
+    from bicovg import commands
+
+    if args.command == "train":
+        if args.resume:
+            return commands.resume(args, split_overrides(args, Config()))
+        config = get_recipe(args.recipe or "digits")
+        return commands.train(override(config, split_overrides(args, config)), args)
+    return int(getattr(commands, {"eval": "evaluate"}.get(args.command, args.command))(args))
+
+
+def suggest_flags(parser: Parser, words: list[str]) -> None:
+    """Name the nearest flag or command for the first unknown one."""
+    choices: dict[str, argparse.ArgumentParser] = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            choices = dict(action.choices)
+    if not words or words[0].startswith("-"):
+        return
+    if words[0] not in choices:
+        raise UserError(
+            f"unknown command {words[0]!r}{nearest(words[0], list(choices))} (`bicovg --help` lists them)"
+        )
+    if words[0] == "data":
+        return
+    flags = known_flags(choices[words[0]])
+    for word in words[1:]:
+        flag = word.split("=")[0]
+        if flag.startswith("--") and flag != "--" and flag not in flags:
+            close = difflib.get_close_matches(flag, flags, n=1, cutoff=0.4)
+            hint = f"; did you mean {close[0]}?" if close else f" (`bicovg {words[0]} --help` lists them)"
+            raise UserError(f"unknown field or flag {flag}{hint}")
+
+
+def list_recipes() -> int:
+    width = max(map(len, RECIPES))
+    for name, build in RECIPES.items():
+        config = build()
+        print(f"{name:{width}}  {config.model.scope:10}  {config.train.epochs:3d} epochs  {config.about}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

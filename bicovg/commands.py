@@ -1,0 +1,187 @@
+"""The commands that need torch: train, resume, eval, fuse, predict, compare."""
+
+import argparse
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bicovg.checkpoint import find_checkpoint, load_weights
+from bicovg.config import Config, override
+from bicovg.diagnostics import mean_gain
+from bicovg.display import combined_rows, summary_table
+from bicovg.errors import UserError
+from bicovg.evaluation import report_fusion
+from bicovg.runlog import read_config, read_summary, write_json
+from bicovg.trainer import Trainer
+
+
+def wide_console() -> Console:
+    """Tables keep their columns when output is redirected."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
+def train(config: Config, args: argparse.Namespace) -> int:
+    """One run, or one per seed."""
+    if args.seeds is None:
+        return finish(Trainer.start(config, args.out), args.max_seconds)
+    if len(set(args.seeds)) != len(args.seeds):
+        raise UserError(f"--seeds {' '.join(map(str, args.seeds))} names a seed twice")
+    if args.out and Path(args.out).exists():
+        raise UserError(f"--out {args.out} exists: choose another folder")
+    runs = []
+    for seed in args.seeds:
+        out = str(Path(args.out) / f"s{seed}") if args.out else None
+        trainer = Trainer.start(replace(config, seed=seed), out)
+        if finish(trainer, args.max_seconds, quiet=True):
+            return 1
+        runs.append(trainer.run)
+    wide_console().print(comparison_table([runs]))
+    print("runs: " + " ".join(map(str, runs)))
+    return 0
+
+
+def resume(args: argparse.Namespace, changes: dict[str, Any]) -> int:
+    """Continue a run folder; only where and how fast it runs may change."""
+    if args.recipe or args.out or args.seeds:
+        raise UserError("--resume continues a run as it is: give no recipe, --out or --seeds beside it")
+    movable = {"data.root", "train.device", "train.threads", "train.engine", "data.prefetch"}
+    for path in changes:
+        if path not in movable:
+            raise UserError(
+                f"--{path} cannot change on --resume: it would be another run; start a new one instead"
+            )
+    run = Path(args.resume)
+    return finish(Trainer.resume(run, override(read_config(run), changes)), args.max_seconds)
+
+
+def finish(trainer: Trainer, max_seconds: float | None, quiet: bool = False) -> int:
+    summary = trainer.train(max_seconds)
+    if summary is None:
+        print(
+            f"stopped after {max_seconds:g} s at step {trainer.progress.step}; go on with: bicovg train --resume {trainer.run}"
+        )
+        return 0 if not quiet else 1
+    wide_console().print(summary_table(summary))
+    if not quiet:
+        print(f"run folder: {trainer.run}")
+    return 0
+
+
+def open_run(args: argparse.Namespace) -> Trainer:
+    """A finished or stopped run with its newest weights, nothing written."""
+    run = Path(args.run)
+    config = read_config(run)
+    changes = {"train.device": args.device, "train.engine": "eager"}
+    if getattr(args, "data_root", None):
+        changes["data.root"] = args.data_root
+    return Trainer.open(run, override(config, changes))
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    trainer = open_run(args)
+    summary = trainer.summarise()
+    write_json(trainer.run / "summary.json", summary)
+    wide_console().print(summary_table(summary))
+    return 0
+
+
+def fuse(args: argparse.Namespace) -> int:
+    """Fit on the chosen images, report on test, keep the weights in summary.json."""
+    trainer = open_run(args)
+    if len(trainer.net.exits) < 2:
+        raise UserError(f"{trainer.run} has a single exit: there is nothing to fuse")
+    if args.on == "heldout" and "heldout" not in trainer.loaders:
+        raise UserError(
+            f"{trainer.run} held nothing out: train it with --data.holdout 0.02, or use --on train"
+        )
+    summary = read_summary(trainer.run)
+    record, _ = report_fusion(trainer.logits(args.on), trainer.logits("test"), trainer.config.fusion)
+    summary["fusion"][args.on] = record
+    write_json(trainer.run / "summary.json", summary)
+    wide_console().print(summary_table(summary))
+    print(f"fusion fitted on {args.on}: N_eff {record['N_eff']:.2f}")
+    return 0
+
+
+def predict(args: argparse.Namespace) -> int:
+    from bicovg.predict import predict_files
+
+    run = Path(args.run)
+    table = Table(title=f"{run}: {args.head}")
+    for column in ("image", "class", "probability"):
+        table.add_column(column)
+    for name, ranked in predict_files(run, args.images, args.head, args.top, args.device):
+        for position, (label, probability) in enumerate(ranked):
+            table.add_row(name if position == 0 else "", label, f"{probability:.3f}")
+    wide_console().print(table)
+    return 0
+
+
+def group_runs(paths: list[str]) -> list[list[Path]]:
+    """Runs that differ in nothing but their seed belong together; groups in order of first appearance."""
+    groups: dict[Config, list[Path]] = {}
+    for path in map(Path, paths):
+        groups.setdefault(replace(read_config(path), seed=0), []).append(path)
+    return list(groups.values())
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Accuracy per block of each group, mean over seeds; gains of every group over the first."""
+    groups = group_runs(args.runs)
+    console = wide_console()
+    console.print(comparison_table(groups))
+    curves = [block_means(group) for group in groups]
+    names = [read_config(group[0]).recipe for group in groups]
+    for name, curve in zip(names[1:], curves[1:], strict=True):
+        if len(curve) != len(curves[0]):
+            print(f"{name} over {names[0]}: {len(curve)} exits against {len(curves[0])}, no gain per block")
+            continue
+        shallow, deep = mean_gain(curves[0], curve)
+        print(f"{name} over {names[0]}: SG {shallow:+.2f}  DG {deep:+.2f} points")
+    return 0
+
+
+def block_means(runs: list[Path]) -> list[float]:
+    """Top-1 of every exit, mean over runs."""
+    curves = [read_summary(run)["test"]["exits"]["top1"] for run in runs]
+    return [statistics.fmean(column) for column in zip(*curves, strict=True)]
+
+
+def spread(values: list[float]) -> str:
+    """``mean +- std`` with the sample standard deviation."""
+    if len(values) == 1:
+        return f"{values[0]:.2f}"
+    return f"{statistics.fmean(values):.2f} +- {statistics.stdev(values):.2f}"
+
+
+def comparison_table(groups: list[list[Path]]) -> Table:
+    """One column per group: every block, then every combined prediction, mean +- std over seeds."""
+    table = Table(title="test top-1, %")
+    table.add_column("prediction")
+    columns: list[dict[str, str]] = []
+    for group in groups:
+        config = read_config(group[0])
+        table.add_column(f"{config.recipe}\n{config.model.scope}, n = {len(group)}", justify="right")
+        summaries = [read_summary(run) for run in group]
+        column = {}
+        for row, block in enumerate(summaries[0]["exit_blocks"]):
+            column[f"block {block}"] = spread([s["test"]["exits"]["top1"][row] for s in summaries])
+        for row, (label, _) in enumerate(combined_rows(summaries[0])):
+            column[label] = spread([combined_rows(s)[row][1]["top1"] for s in summaries])
+        columns.append(column)
+    for label in sorted({label for column in columns for label in column}, key=_label_order):
+        table.add_row(label, *[column.get(label, "-") for column in columns])
+    return table
+
+
+def _label_order(label: str) -> tuple[int, int, str]:
+    kind, _, rest = label.partition(" ")
+    if kind == "block":
+        return (0, int(rest), "")
+    order = ["last", "best", "mean", "fused"]
+    return (1, order.index(kind), label)

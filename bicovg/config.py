@@ -1,0 +1,255 @@
+"""Everything a run is, as frozen dataclasses. No torch: ``bicovg --help`` reads this.
+
+A config never enters a model class: ``bicovg.methods`` turns it into flat arguments. On disk it is complete JSON.
+"""
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+from bicovg.errors import UserError
+
+
+def _field(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class AugmentConfig:
+    """Training transforms, drawn per sample from (seed, epoch, index)."""
+
+    crop_pad: int = _field(0, "zero padding of the random crop back to the image size; 0 turns it off")
+    flip: bool = _field(False, "horizontal flip with probability 1/2")
+    resized_crop: int = _field(0, "output side of the random resized crop; 0 turns it off")
+    brightness: float = _field(0.0, "jitter strength")
+    contrast: float = _field(0.0, "jitter strength")
+    saturation: float = _field(0.0, "jitter strength")
+    hue: float = _field(0.0, "jitter strength, at most 0.5")
+    grayscale: float = _field(0.0, "probability of dropping colour")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which images, how they are split and prepared."""
+
+    name: str = _field("digits", "digits (built in), synthetic, or the name of a packed data set")
+    root: str | None = _field(None, "folder of packed data sets; default: $BICOVG_DATA or ./data")
+    image_size: int = _field(8, "side of the network's input image")
+    image_channels: int = _field(1, "1 for gray, 3 for colour")
+    num_classes: int = _field(10, "number of classes K; must agree with the labels")
+    holdout: float = _field(
+        0.0, "share of the training images held out (seeded, stratified); 0: curves are on test"
+    )
+    split_seed: int = _field(0, "seed of the held-out split, the same for every training seed")
+    normalise: str = _field("train", "mean and std of: train (this training set) or imagenet")
+    resize: int = _field(0, "short side test images are resized to before the centre crop; 0: no resize")
+    prefetch: int = _field(2, "batches prepared ahead when the data set does not fit the device")
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The network: a method (one file under bicovg/methods) and its flat arguments."""
+
+    method: str = _field("bicovg", "which file of bicovg/methods builds the network")
+    channels: tuple[int, ...] = _field((32, 64, 64, 128), "channels of each block")
+    pools: tuple[int, ...] = _field((1,), "blocks followed by RMSPool")
+    scales: tuple[tuple[int, ...], ...] = _field(
+        ((2, 4), (2, 4), (1, 2), (1, 2)), "grid scales of each block"
+    )
+    groups: tuple[int, ...] = _field((2, 2), "blocks in each group; a FAL stands between groups")
+    scope: str = _field("strict", "strict, grouped, hgb or end-to-end")
+    group_size: int = _field(1, "blocks per unit for scope hgb")
+    alignment: bool = _field(False, "FAL at the standard places")
+    exits: str = _field("last", "end-to-end exits: last, or all (deep supervision)")
+    width: float = _field(1.0, "multiplies every channel count")
+    batch_norm: bool = _field(True, "batch norm after each convolution")
+    dropout: float = _field(0.1, "dropout at each block's end (classic VGG-16: in its head)")
+    reduction: int = _field(8, "r: channels per cross-channel projection")
+    cross_channel: bool = _field(True, "cross-channel energies (CC)")
+    multi_scale: bool = _field(True, "two grid scales (MS); off: scale 1 alone")
+    stem: int = _field(1, "side of the average pool on the input image; 1: none")
+    checkpointing: bool = _field(False, "recompute inner activations in the backward pass")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """One optimizer per unit, one learning rate for all: cosine per step after a linear warm-up from 0."""
+
+    name: str = _field("adamw", "adamw or sgd")
+    lr: float = _field(2e-3, "peak learning rate")
+    lr_min: float = _field(1e-5, "learning rate at the end of the cosine")
+    momentum: float = _field(0.9, "sgd only")
+    weight_decay: float = _field(1e-3, "on all parameters")
+    warmup_epochs: float = _field(0.0, "epochs of linear warm-up from 0")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, how large, how precise."""
+
+    epochs: int = _field(30, "passes over the training images")
+    batch_size: int = _field(64, "images per step, over all processes")
+    schedule: str = _field("interleaved", "interleaved (one unit alive at a time) or summed")
+    clip_norm: float | None = _field(None, "gradient norm bound, or none")
+    clip_scope: str = _field("unit", "the clip covers each unit, or global (summed only)")
+    precision: str = _field("float32", "float32 or bfloat16 (autocast)")
+    engine: str = _field("auto", "auto, graph, compiled or eager")
+    device: str = _field("auto", "auto, cpu or cuda")
+    threads: int = _field(0, "CPU threads; 0 leaves torch's choice")
+    eval_every: int = _field(
+        1, "epochs between evaluations of every exit; the last epoch is always evaluated"
+    )
+    save_every: int = _field(1, "epochs between checkpoints; 0: only at the end and on a clean stop")
+
+
+@dataclass(frozen=True)
+class FusionConfig:
+    """Logistic fusion of the exits."""
+
+    steps: int = _field(500, "full-batch Adam steps")
+    lr: float = _field(0.01, "Adam learning rate")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A complete run."""
+
+    recipe: str = _field("digits", "name of the recipe this came from")
+    about: str = _field("", "one line: which row of which table")
+    seed: int = _field(0, "seed of initialisation, order, augmentation and dropout")
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    fusion: FusionConfig = field(default_factory=FusionConfig)
+
+
+FIXED = ("recipe", "about")  # a label, not a setting
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One leaf of the config tree: ``optim.lr`` with its type, default and help."""
+
+    path: str
+    kind: Any
+    default: Any
+    help: str
+
+
+def walk_settings(config: Any, prefix: str = "") -> Iterator[Setting]:
+    """Every leaf of a config, depth first."""
+    hints = typing.get_type_hints(type(config))
+    for item in fields(config):
+        value, path = getattr(config, item.name), prefix + item.name
+        if is_dataclass(value):
+            yield from walk_settings(value, path + ".")
+        elif path not in FIXED:
+            yield Setting(path, hints[item.name], value, item.metadata.get("help", ""))
+
+
+def parse_value(text: str, kind: Any, path: str) -> Any:
+    """A command-line word as the field's type: numbers, true/false, none, ``32,64``, ``[[2,4],[1,2]]``."""
+    if isinstance(kind, types.UnionType):
+        if text.lower() in ("none", "null"):
+            return None
+        kind = next(option for option in typing.get_args(kind) if option is not type(None))
+    if kind is str:
+        return text
+    try:
+        if kind is bool:
+            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[
+                text.lower()
+            ]
+        if typing.get_origin(kind) is tuple:
+            return coerce(json.loads(text if text.startswith("[") else f"[{text}]"), kind, path)
+        return kind(text)
+    except (ValueError, KeyError):
+        raise UserError(f"--{path} {text!r} is not {describe(kind)}") from None
+
+
+def describe(kind: Any) -> str:
+    """A type in a user's words."""
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+    return names.get(kind, "a list such as 32,64 or [[2,4],[1,2]]")
+
+
+def coerce(value: Any, kind: Any, path: str) -> Any:
+    """A JSON value as the field's type, or a UserError naming the field."""
+    if isinstance(kind, types.UnionType):
+        if value is None:
+            return None
+        kind = next(option for option in typing.get_args(kind) if option is not type(None))
+    if typing.get_origin(kind) is tuple and isinstance(value, list | tuple):
+        inner = typing.get_args(kind)[0]
+        return tuple(coerce(item, inner, path) for item in value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind in (int, float, bool, str) and type(value) is kind:
+        return value
+    raise UserError(f"config field {path} has the value {value!r}, which is not {describe(kind)}")
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """``; did you mean ...?`` or nothing."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def override(config: Config, changes: Mapping[str, Any]) -> Config:
+    """A copy with dotted paths replaced: ``override(c, {"optim.lr": 0.1})``."""
+    known = {setting.path: setting for setting in walk_settings(config)}
+    result: Any = config
+    for path, value in changes.items():
+        if path not in known and path not in FIXED:
+            raise UserError(f"unknown field {path!r}{nearest(path, list(known))}")
+        result = _replace_path(result, path.split("."), value)
+    return typing.cast(Config, result)
+
+
+def _replace_path(node: Any, names: list[str], value: Any) -> Any:
+    if len(names) == 1:
+        return replace(node, **{names[0]: value})
+    return replace(node, **{names[0]: _replace_path(getattr(node, names[0]), names[1:], value)})
+
+
+def to_json(config: Config) -> str:
+    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+
+
+def from_json(text: str, origin: str = "config") -> Config:
+    """Read a complete config; unknown, missing or mistyped fields are UserErrors."""
+    try:
+        tree = json.loads(text)
+    except (ValueError, RecursionError):
+        raise UserError(f"{origin} is not valid JSON: restore it or start a new run") from None
+    return typing.cast(Config, _build(Config, tree, "", origin))
+
+
+def _build(kind: Any, tree: Any, prefix: str, origin: str) -> Any:
+    if not isinstance(tree, dict):
+        raise UserError(
+            f"{origin}: {prefix.rstrip('.') or 'the top level'} must be an object, not {tree!r:.40}"
+        )
+    hints = typing.get_type_hints(kind)
+    names = [item.name for item in fields(kind)]
+    for name in tree:
+        if name not in names:
+            raise UserError(f"{origin}: unknown field {prefix}{name!s:.40}{nearest(str(name), names)}")
+    values = {}
+    for name in names:
+        if name not in tree:
+            raise UserError(f"{origin}: field {prefix}{name} is missing")
+        hint = hints[name]
+        build = _build if is_dataclass(hint) else None
+        path = prefix + name
+        values[name] = (
+            build(hint, tree[name], path + ".", origin) if build else coerce(tree[name], hint, path)
+        )
+    return kind(**values)

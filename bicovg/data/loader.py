@@ -1,0 +1,301 @@
+"""From an index to a batch on the device; order and augmentation are functions of (seed, epoch, index).
+
+A data set that fits the device lives there as one uint8 tensor and a batch is a gather. Otherwise a thread
+gathers from the memory map and, on a GPU, copies through pinned memory on a stream of its own; no worker
+processes. Prefetch depth, resuming and the number of processes cannot change a batch, because nothing about
+it depends on what was drawn before.
+"""
+
+import time
+from collections import deque
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bicovg.data.augment import Augmentation, Bytes, Pairs, Stat, Whole, augment, draw_augmentation
+from bicovg.draws import AUGMENT, ORDER, draw_permutation, make_keys
+from bicovg.errors import UserError
+
+RESIDENT_SHARE = 0.6  # of the free device memory that a resident data set may take
+COPY_BYTES = 1 << 26  # a data set moves to the device in pieces of this size
+CANVAS_STEP = 32  # canvases of images of several sizes grow in these steps, so that few shapes occur
+
+Indices = NDArray[np.int64]
+Pixels = NDArray[np.uint8]
+
+
+class Batch(NamedTuple):
+    """Positions in the source, normalised float32 images (B, C, H, W) and labels, on the loader's device."""
+
+    indices: Tensor
+    images: Tensor
+    labels: Tensor
+
+
+class ImageSource(Protocol):
+    """uint8 images by position. ``sizes`` is None where all have one size, else (N, 2): height, width."""
+
+    labels: Tensor
+    sizes: Indices | None
+
+    def __len__(self) -> int: ...
+
+    def batch_shape(self, indices: Indices) -> tuple[int, ...]:
+        """(B, H, W, C) of what ``gather`` fills."""
+
+    def gather(self, indices: Indices, out: Pixels | None = None) -> Pixels:
+        """The images at ``indices``, in ``out`` where one is given."""
+
+
+class MappedImages:
+    """An array (N, H, W, C), or an object with one as ``images``, read where it lies; or a subset of it."""
+
+    def __init__(self, images: Any, labels: Any, subset: Any = None) -> None:
+        self.array: Pixels = np.asarray(getattr(images, "images", images))
+        if self.array.ndim != 4 or self.array.dtype != np.uint8:
+            raise UserError(f"images are {self.array.dtype} {self.array.shape}: give uint8 (N, H, W, C)")
+        self.subset, self.labels = choose(len(self.array), labels, subset)
+        self.sizes: Indices | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch_shape(self, indices: Indices) -> tuple[int, ...]:
+        return (len(indices), *self.array.shape[1:])
+
+    def gather(self, indices: Indices, out: Pixels | None = None) -> Pixels:
+        return np.take(self.array, self.subset[indices], axis=0, out=out, mode="clip")  # "raise" would buffer
+
+
+class TensorImages(MappedImages):
+    """A uint8 tensor (N, H, W, C) in memory; a loader on its device uses it without a copy."""
+
+    def __init__(self, images: Bytes, labels: Any) -> None:
+        super().__init__(images.cpu().numpy(), labels)
+        self.tensor = images
+
+
+class VariableImages:
+    """Images of several sizes: any object whose ``image(i)`` is a uint8 (H, W, C) array.
+
+    An ``index`` attribute with rows (offset, height, width) spares looking at every image once.
+    """
+
+    def __init__(self, images: Any, labels: Any, subset: Any = None) -> None:
+        self.images = images
+        self.subset, self.labels = choose(len(labels), labels, subset)
+        index = getattr(images, "index", None)
+        if not isinstance(index, np.ndarray):
+            index = np.array([(0, *images.image(i).shape[:2]) for i in range(len(labels))]).reshape(-1, 3)
+        self.sizes: Indices | None = index[self.subset, 1:].astype(np.int64)
+        self.channels = images.image(0).shape[2]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch_shape(self, indices: Indices) -> tuple[int, ...]:
+        assert self.sizes is not None
+        height, width = -(-self.sizes[indices].max(axis=0) // CANVAS_STEP) * CANVAS_STEP
+        return (len(indices), int(height), int(width), self.channels)
+
+    def gather(self, indices: Indices, out: Pixels | None = None) -> Pixels:
+        """Images stand in the top left corner of their canvas; the rest of a given ``out`` stays as it is."""
+        out = np.zeros(self.batch_shape(indices), np.uint8) if out is None else out
+        for canvas, position in zip(out, self.subset[indices], strict=True):
+            image = self.images.image(int(position))
+            canvas[: image.shape[0], : image.shape[1]] = image
+        return out
+
+
+def choose(count: int, labels: Any, subset: Any) -> tuple[Indices, Tensor]:
+    """The positions a source offers (all of them by default) and their labels."""
+    values = np.array(labels, dtype=np.int64)
+    if len(values) != count:
+        raise UserError(f"{count} images have {len(values)} labels: give one label per image")
+    chosen = np.arange(count) if subset is None else np.array(subset, dtype=np.int64)
+    if len(chosen) == 0 or chosen.min() < 0 or chosen.max() >= count:
+        raise UserError(f"a source needs one or more positions in 0..{count - 1}: got {chosen}")
+    return chosen, torch.from_numpy(values[chosen])
+
+
+def sample_keys(seed: int, epoch: int | Int[Tensor, ""], indices: Whole) -> Whole:
+    """Keys of the samples' augmentation; ``epoch`` as a device tensor stays variable in a captured graph."""
+    return make_keys(seed, AUGMENT, epoch, indices)
+
+
+def make_batch(
+    images: Bytes, keys: Whole, augmentation: Augmentation, mean: Stat, std: Stat, sizes: Pairs | None = None
+) -> Float[Tensor, "b c p q"]:
+    """uint8 images and keys to network input: pure, no host synchronisation, fit for compile and capture."""
+    return augment(images, draw_augmentation(keys, augmentation), augmentation, mean, std, sizes)
+
+
+class Loader:
+    """Batches of a source, augmented (None: only normalised), on ``device``.
+
+    Global batch b is ``order(epoch)[b * batch_size : (b + 1) * batch_size]``; rank r of ``world`` takes its
+    r-th contiguous share. ``drop_last=False`` keeps the last short batch, split as evenly as it goes; a rank
+    whose share of it is empty has one batch fewer.
+
+    Attributes:
+        resident_images: the whole data set on the device, or None; ``resident`` takes another loader's.
+        resident_labels: all labels, on the device.
+        wait_seconds: time spent waiting for images; near the run's own time, the loader holds it up.
+    """
+
+    def __init__(
+        self,
+        source: ImageSource,
+        batch_size: int,
+        *,
+        seed: int,
+        augmentation: Augmentation | None,
+        mean: Sequence[float] | Tensor,
+        std: Sequence[float] | Tensor,
+        device: torch.device | str = "cpu",
+        shuffle: bool = True,
+        drop_last: bool = True,
+        prefetch: int = 2,
+        resident: bool | str | Tensor = "auto",
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        self.source, self.batch_size, self.seed, self.prefetch = source, batch_size, seed, prefetch
+        self.augmentation = augmentation or Augmentation()
+        self.shuffle, self.drop_last, self.rank, self.world = shuffle, drop_last, rank, world
+        self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        self.mean = torch.as_tensor(mean, dtype=torch.float32, device=self.device)
+        self.std = torch.as_tensor(std, dtype=torch.float32, device=self.device)
+        self._check()
+        self.resident_labels = source.labels.to(self.device)
+        self.sizes = None if source.sizes is None else torch.from_numpy(source.sizes).to(self.device)
+        self.resident_images = resident if isinstance(resident, Tensor) else self._make_resident(resident)
+        self.copy_stream: Any = None
+        if self.resident_images is None and self.device.type == "cuda":
+            self.copy_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self.wait_seconds = 0.0
+
+    def _check(self) -> None:
+        count, channels = len(self.source), self.source.batch_shape(np.arange(1))[3]
+        if self.batch_size < 1 or self.batch_size % self.world:
+            raise UserError(f"batch size {self.batch_size} must be a multiple of the {self.world} processes")
+        if self.drop_last and count < self.batch_size:
+            raise UserError(f"{count} images do not fill one batch: use a batch size of at most {count}")
+        if self.prefetch < 0 or not 0 <= self.rank < self.world:
+            raise UserError(f"prefetch {self.prefetch} or rank {self.rank} of {self.world} is out of range")
+        mean, std = self.mean.tolist(), self.std.tolist()
+        if len(mean) != channels or len(std) != channels or min(std) <= 0:
+            raise UserError(f"mean {mean} and std {std} must hold {channels} values each, std positive")
+        if self.source.sizes is not None and not self.augmentation.output_size:
+            raise UserError("images of several sizes need one output size: set resized_crop or centre_crop")
+
+    def _make_resident(self, resident: bool | str) -> Tensor | None:
+        """The data set as one tensor on the device, where asked for or, on a GPU, where it fits."""
+        source, count = self.source, len(self.source)
+        if resident not in (True, False, "auto") or (resident is True and source.sizes is not None):
+            raise UserError(f"resident {resident!r} must be 'auto' or False, or True for images of one size")
+        if resident is False or source.sizes is not None:
+            return None
+        if isinstance(source, TensorImages) and source.tensor.device == self.device:
+            return source.tensor
+        shape = source.batch_shape(np.arange(1))[1:]
+        size = int(np.prod(shape))
+        if resident == "auto":
+            free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+            if count * size >= RESIDENT_SHARE * free:
+                return None
+        images = torch.empty((count, *shape), dtype=torch.uint8, device=self.device)
+        step = max(1, COPY_BYTES // size)
+        for piece in np.split(np.arange(count), range(step, count, step)):
+            images[piece[0] : piece[-1] + 1] = torch.from_numpy(source.gather(piece)).to(self.device)
+        return images
+
+    def _share(self, step: int) -> tuple[int, int]:
+        """Where this rank's part of global batch ``step`` begins and ends in the order."""
+        begin = step * self.batch_size
+        count = min(self.batch_size, len(self.source) - begin)
+        return begin + self.rank * count // self.world, begin + (self.rank + 1) * count // self.world
+
+    def __len__(self) -> int:
+        """Batches per epoch on this rank."""
+        steps = len(self.source) // self.batch_size
+        begin, end = self._share(steps)
+        return steps + (not self.drop_last and end > begin)
+
+    def order(self, epoch: int) -> Int[Tensor, " n"]:
+        """The epoch's order of all samples, on the CPU, the same on every rank."""
+        count = len(self.source)
+        return draw_permutation(count, self.seed, ORDER, epoch) if self.shuffle else torch.arange(count)
+
+    def assemble(self, indices: Whole, epoch: Int[Tensor, ""], images: Bytes | None = None) -> Batch:
+        """The batch at ``indices`` of the resident data set, or of ``images``; fit for compile and capture."""
+        if images is None:
+            assert self.resident_images is not None, "no resident data set to take images from"
+            images = self.resident_images.index_select(0, indices)
+        sizes = None if self.sizes is None else self.sizes.index_select(0, indices)
+        keys = sample_keys(self.seed, epoch, indices)
+        x = make_batch(images, keys, self.augmentation, self.mean, self.std, sizes)
+        return Batch(indices, x, self.resident_labels.index_select(0, indices))
+
+    def batches(self, epoch: int, start_step: int = 0) -> Generator[Batch, None, None]:
+        """The epoch's batches from ``start_step`` on; close the iterator to stop its thread early."""
+        if not 0 <= start_step <= len(self):
+            raise UserError(f"step {start_step} is not in an epoch of {len(self)} steps: resume the same run")
+        order = self.order(epoch)
+        on_device, when = order.to(self.device), torch.full((), epoch, device=self.device)
+        with closing(self._fetch_ahead(order.numpy(), start_step)) as fetched:
+            for step in range(start_step, len(self)):
+                began = time.perf_counter()
+                images, arrived = next(fetched)
+                self.wait_seconds += time.perf_counter() - began
+                if arrived is not None:
+                    now = torch.cuda.current_stream(self.device)
+                    now.wait_event(arrived)
+                    images.record_stream(now)
+                yield self.assemble(on_device[slice(*self._share(step))], when, images)
+
+    def _fetch_ahead(self, order: Indices, start_step: int) -> Generator[tuple[Any, Any], None, None]:
+        """What ``_fetch`` returns for each step, by a thread that is up to ``prefetch`` steps ahead.
+
+        An error in the thread is raised here; closing this generator waits for the one gather under way.
+        """
+        steps = iter(range(start_step, len(self)))
+        if self.resident_images is not None or self.prefetch == 0:
+            for step in steps:
+                yield self._fetch(order, step)
+            return
+        pool = ThreadPoolExecutor(1, "bicovg-loader")
+        try:
+            ahead = deque(pool.submit(self._fetch, order, step) for step in islice(steps, self.prefetch))
+            while ahead:
+                ready = ahead.popleft().result()
+                ahead.extend(pool.submit(self._fetch, order, step) for step in islice(steps, 1))
+                yield ready
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _fetch(self, order: Indices, step: int) -> tuple[Any, Any]:
+        """A step's uint8 images on the device and the event after which they are there, None where needless.
+
+        The pinned buffer is reused only after its copy: torch's allocator of pinned memory sees to that.
+        """
+        if self.resident_images is not None:
+            return None, None
+        indices = order[slice(*self._share(step))]
+        # the canvas of the whole global batch, so that it does not depend on the number of ranks
+        canvas = self.source.batch_shape(order[step * self.batch_size : (step + 1) * self.batch_size])[1:]
+        pinned = self.copy_stream is not None
+        host = torch.empty((len(indices), *canvas), dtype=torch.uint8, pin_memory=pinned)
+        self.source.gather(indices, host.numpy())
+        if self.copy_stream is None:
+            return host, None
+        with torch.cuda.stream(self.copy_stream):
+            return host.to(self.device, non_blocking=True), self.copy_stream.record_event()

@@ -1,0 +1,144 @@
+"""Image files in folders: the official Tiny-ImageNet, ImageFolder trees (ILSVRC), and plain class folders.
+
+Every file that is not hidden is taken for an image: what cannot be decoded is named, not silently skipped.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from bicovg.data.sources_sample import Sample, Source, name_splits, read_class_list, read_lines
+from bicovg.data.store_holdout import stratified_holdout
+from bicovg.errors import UserError
+
+_JUNK = {"Thumbs.db", "desktop.ini"}  # left in image folders by desktop systems
+SPLIT_FOLDERS = ("train", "test", "val", "valid", "validation")
+
+Listing = list[tuple[str, int]]  # (path relative to the source's root, label)
+
+
+def list_folders(folder: Path) -> list[str]:
+    """Names of the sub-folders that are not hidden, sorted."""
+    return sorted(
+        entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")
+    )
+
+
+def _list_images(root: Path, folder: Path) -> list[str]:
+    """Files below ``folder``, sorted, relative to ``root``; links to folders inside it are not followed."""
+    found = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        below = os.path.relpath(parent, root).replace(os.sep, "/")
+        found += [f"{below}/{name}" for name in files if not name.startswith(".") and name not in _JUNK]
+    return sorted(found)
+
+
+def _list_classes(root: Path, folder: Path, names: list[str], suffix: str = "") -> Listing:
+    listing: Listing = []
+    for label, name in enumerate(names):
+        place = folder / name / suffix
+        images = _list_images(root, place) if place.is_dir() else []
+        if not images:
+            raise UserError(f"class {name!r} has no image in {place}: add images or remove the class")
+        listing += [(image, label) for image in images]
+    return listing
+
+
+def _make_source(
+    format: str,
+    root: Path,
+    classes: tuple[str, ...],
+    splits: Mapping[str, Listing],
+    **extra: Mapping[str, object],
+) -> Source:
+    def open_split(split: str) -> Iterator[Sample]:
+        return (Sample(name, root / name, label) for name, label in splits[split])
+
+    counts = {split: len(listing) for split, listing in splits.items()}
+    whole: dict[str, Path] = {name: root / name for name in extra.get("whole_files", ())}
+    return Source(format, classes, counts, open_split, whole, extra.get("options", {}))
+
+
+def read_tiny_imagenet(root: Path) -> Source:
+    """train/<wnid>/images/*, val/images with val/val_annotations.txt; unlabelled test images are not used.
+
+    Labels follow the sorted wnids, as in the public parquet copies and in ImageFolder, not wnids.txt's order.
+    """
+    wnids = sorted(read_lines(root / "wnids.txt"))
+    words = {}
+    if (root / "words.txt").is_file():
+        words = dict(line.split("\t", 1) for line in read_lines(root / "words.txt") if "\t" in line)
+    labels = {wnid: label for label, wnid in enumerate(wnids)}
+    annotations = root / "val" / "val_annotations.txt"
+    test: Listing = []
+    for line in read_lines(annotations):
+        name, wnid, *_ = [*line.split("\t"), ""]
+        if wnid not in labels or "/" in name:
+            raise UserError(
+                f"{annotations} has the line {line!r}, whose class is not in wnids.txt: correct it"
+            )
+        test.append((f"val/images/{name}", labels[wnid]))
+    splits = {"train": _list_classes(root, root / "train", wnids, "images"), "test": test}
+    classes = tuple(f"{wnid}\t{words[wnid]}" if wnid in words else wnid for wnid in wnids)
+    whole = dict.fromkeys(["wnids.txt", "val/val_annotations.txt", *(["words.txt"] if words else [])])
+    return _make_source("tiny-imagenet", root, classes, splits, whole_files=whole)
+
+
+def _choose_classes(
+    folder: Path, class_list: Path | None
+) -> tuple[list[str], tuple[str, ...], dict[str, object]]:
+    """Folder names in label order, their class names, and the option to record."""
+    present = list_folders(folder)
+    if class_list is None:
+        return present, tuple(present), {}
+    chosen = read_class_list(class_list)
+    missing = [name for name in chosen if name not in set(present)]
+    if missing:
+        raise UserError(
+            f"{len(missing)} of the {len(chosen)} classes in {class_list} have no folder in {folder} "
+            f"(first: {missing[0]}): give a list of folders that exist with --classes FILE"
+        )
+    return list(chosen), tuple(chosen.values()), {"classes": list(chosen)}
+
+
+def read_image_tree(root: Path, class_list: Path | None = None) -> Source:
+    """train/<class>/* and val|valid|validation|test/<class>/*; labels follow the sorted folders of train."""
+    splits = {}
+    for name in SPLIT_FOLDERS:
+        if (root / name).is_dir():
+            if list_folders(root / name):
+                splits[name] = root / name
+            elif name != "test":  # ILSVRC's test images have no labels: not used
+                raise UserError(
+                    f"{root / name} holds no class folders: sort its images into one folder per class"
+                )
+    if set(splits) == {"train"}:
+        raise UserError(
+            f"{root} has train images only: add a test or val folder, "
+            f"or give {root / 'train'} to have a test split taken from it"
+        )
+    named = {split: splits[name] for name, split in name_splits(splits, root).items()}
+    folders, classes, options = _choose_classes(named["train"], class_list)
+    for split, folder in named.items():
+        unknown = sorted(set(list_folders(folder)) - set(list_folders(named["train"])))
+        if unknown:
+            raise UserError(
+                f"class {unknown[0]!r} of the {split} split has no folder in {named['train']}: add it"
+            )
+    listings = {split: _list_classes(root, folder, folders) for split, folder in named.items()}
+    return _make_source("image-tree", root, classes, listings, options=options)
+
+
+def read_class_folders(root: Path, class_list: Path | None, test_share: float, seed: int) -> Source:
+    """<class>/* without splits: a stratified, seeded share of every class becomes the test split."""
+    if not 0 < test_share < 1:
+        raise UserError(f"test share {test_share} must lie between 0 and 1, for example 0.2")
+    folders, classes, options = _choose_classes(root, class_list)
+    listing = _list_classes(root, root, folders)
+    train, test = stratified_holdout(np.array([label for _, label in listing]), test_share, seed)
+    splits = {"train": [listing[i] for i in train], "test": [listing[i] for i in test]}
+    options = options | {"test_share": test_share, "seed": seed}
+    return _make_source("class-folders", root, classes, splits, options=options)

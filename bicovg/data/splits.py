@@ -1,0 +1,170 @@
+"""From a data config to image sources and loaders: what the trainer calls."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bicovg.config import Config, DataConfig
+from bicovg.data.augment import Augmentation
+from bicovg.data.loader import ImageSource, Loader, MappedImages, TensorImages, VariableImages
+from bicovg.errors import UserError
+
+EVAL_BATCH = 512
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@dataclass
+class Splits:
+    """Train, held-out (None unless asked for) and test images of one data set."""
+
+    train: ImageSource
+    heldout: ImageSource | None
+    test: ImageSource
+    classes: list[str]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+def load_splits(config: DataConfig) -> Splits:
+    """Open a data set by name and check it against the config, before any training."""
+    if config.name == "digits":
+        splits = _digits(config)
+    elif config.name == "synthetic":
+        splits = _synthetic(config)
+    else:
+        splits = _packed(config)
+    check_labels(splits, config)
+    if config.normalise == "imagenet":
+        splits.mean, splits.std = IMAGENET_MEAN, IMAGENET_STD
+    elif config.normalise != "train":
+        raise UserError(f"--data.normalise {config.normalise!r} is unknown: choose train or imagenet")
+    return splits
+
+
+def check_labels(splits: Splits, config: DataConfig) -> None:
+    """K must be the number of classes, every label below it."""
+    K = len(splits.classes)
+    if config.num_classes != K:
+        raise UserError(
+            f"--data.num_classes {config.num_classes} disagrees with {config.name}, which has {K} classes: use {K}"
+        )
+    for name, source in (("train", splits.train), ("test", splits.test)):
+        labels = np.asarray(source.labels)
+        if len(labels) == 0:
+            raise UserError(f"the {name} split of {config.name} is empty")
+        if labels.min() < 0 or labels.max() >= K:
+            raise UserError(
+                f"the {name} split of {config.name} has labels {labels.min()}..{labels.max()}, expected 0..{K - 1}"
+            )
+
+
+def holdout_indices(labels: NDArray[np.int64], config: DataConfig) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Training and held-out indices, stratified by class, fixed by ``split_seed``."""
+    from bicovg.data.store_holdout import stratified_holdout
+
+    if not 0 <= config.holdout < 1:
+        raise UserError(f"--data.holdout {config.holdout} must be a share between 0 and 1")
+    if config.holdout == 0:
+        return np.arange(len(labels)), np.arange(0)
+    return stratified_holdout(labels, config.holdout, config.split_seed)
+
+
+def _digits(config: DataConfig) -> Splits:
+    from bicovg.data.digits import SPLIT_SEED, TEST_SHARE, load_digits
+    from bicovg.data.store_holdout import stratified_holdout
+
+    images, labels = load_digits()
+    train, test = stratified_holdout(labels, TEST_SHARE, SPLIT_SEED)
+    return _in_memory(config, images[train], labels[train], images[test], labels[test], [str(d) for d in range(10)])
+
+
+def _synthetic(config: DataConfig) -> Splits:
+    """Noise around a fixed picture per class: any shape, for tests and benchmarks. Deterministic."""
+    K, S, C = config.num_classes, config.image_size, config.image_channels
+    generator = np.random.Generator(np.random.Philox(0))
+    pictures = generator.integers(0, 256, (K, S, S, C))
+
+    def draw(count: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        labels = np.arange(count) % K
+        noise = generator.integers(-64, 65, (count, S, S, C))
+        return np.clip(pictures[labels] + noise, 0, 255).astype(np.uint8), labels.astype(np.int64)
+
+    return _in_memory(config, *draw(max(4 * K, 512)), *draw(2 * K), [f"class {k}" for k in range(K)])
+
+
+def _in_memory(
+    config: DataConfig,
+    images: NDArray[np.uint8],
+    labels: NDArray[np.int64],
+    test_images: NDArray[np.uint8],
+    test_labels: NDArray[np.int64],
+    classes: list[str],
+) -> Splits:
+    keep, held = holdout_indices(labels, config)
+    pixels = images[keep].astype(np.float64) / 255
+    return Splits(
+        TensorImages(torch.from_numpy(images[keep]), torch.from_numpy(labels[keep])),
+        TensorImages(torch.from_numpy(images[held]), torch.from_numpy(labels[held])) if len(held) else None,
+        TensorImages(torch.from_numpy(test_images), torch.from_numpy(test_labels)),
+        classes,
+        tuple(pixels.mean(axis=(0, 1, 2)).tolist()),
+        tuple(pixels.std(axis=(0, 1, 2)).tolist()),
+    )
+
+
+def _packed(config: DataConfig) -> Splits:
+    from bicovg.data.store import PackedStore, data_root
+
+    store = PackedStore.open(data_root(config.root), config.name)
+    train, test = store.split("train"), store.split("test")
+    keep, held = holdout_indices(train.labels, config)
+    wrap = VariableImages if store.kind == "variable" else MappedImages
+    return Splits(
+        wrap(train, train.labels, keep) if len(held) else wrap(train, train.labels),
+        wrap(train, train.labels, held) if len(held) else None,
+        wrap(test, test.labels),
+        list(store.classes),
+        tuple(store.mean),
+        tuple(store.std),
+    )
+
+
+def make_loaders(splits: Splits, config: Config, device: torch.device) -> dict[str, Loader]:
+    """Loaders by name.
+
+    ``train`` is shuffled and augmented; ``plain`` and ``augmented`` are the training images in their own order,
+    as they are or freshly augmented, for fusion; ``test`` and, where images are held out, ``heldout``.
+    """
+    data, size = config.data, config.data.image_size
+    training = Augmentation(**asdict(data.augment))
+    testing = Augmentation(short_side=data.resize, centre_crop=size) if data.resize else None
+
+    def make(source: ImageSource, augmentation: Augmentation | None, ordered: bool, resident: Any = "auto") -> Loader:
+        return Loader(
+            source,
+            config.train.batch_size if not ordered else min(EVAL_BATCH, len(source)),
+            seed=config.seed,
+            augmentation=augmentation,
+            mean=splits.mean,
+            std=splits.std,
+            device=device,
+            shuffle=not ordered,
+            drop_last=not ordered,
+            prefetch=data.prefetch,
+            resident=resident,
+        )
+
+    train = make(splits.train, training, ordered=False)
+    shared = "auto" if train.resident_images is None else train.resident_images
+    loaders = {
+        "train": train,
+        "plain": make(splits.train, testing, ordered=True, resident=shared),
+        "augmented": make(splits.train, training, ordered=True, resident=shared),
+        "test": make(splits.test, testing, ordered=True),
+    }
+    if splits.heldout is not None:
+        loaders["heldout"] = make(splits.heldout, testing, ordered=True)
+    return loaders

@@ -1,0 +1,71 @@
+"""Exit logits of a data split, and the report made of them. Labels never reach the network."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from bicovg.config import FusionConfig
+from bicovg.data.loader import Batch
+from bicovg.diagnostics import decline_area, effective_layers, tail_retention
+from bicovg.fusion import LogisticFusion, first_best, mean_logits, top_k_accuracy
+from bicovg.networks import LocalNetwork
+from bicovg.step import PRECISIONS
+
+
+@torch.no_grad()
+def collect_logits(
+    net: LocalNetwork, batches: Iterable[Batch], precision: str | None = None
+) -> tuple[Float[Tensor, "e n k"], Int[Tensor, " n"]]:
+    """Logits (E, N, K) in float32 and labels (N,), on the network's device, in the batches' order."""
+    net.eval()
+    logits, labels = [], []
+    for batch in batches:
+        dtype = PRECISIONS[precision]
+        with torch.autocast(batch.images.device.type, dtype=dtype, enabled=dtype is not None):
+            logits.append(net(batch.images).float())
+        labels.append(batch.labels)
+    return torch.cat(logits, dim=1), torch.cat(labels)
+
+
+def exit_accuracies(logits: Float[Tensor, "e n k"], labels: Int[Tensor, " n"]) -> dict[str, list[float]]:
+    """Top-1 and top-5 of every exit, in percent."""
+    return {f"top{k}": [top_k_accuracy(exit_, labels, k) for exit_ in logits] for k in (1, 5)}
+
+
+def both_accuracies(logits: Float[Tensor, "n k"], labels: Int[Tensor, " n"]) -> dict[str, float]:
+    return {f"top{k}": top_k_accuracy(logits, labels, k) for k in (1, 5)}
+
+
+def report_exits(
+    logits: Float[Tensor, "e n k"], labels: Int[Tensor, " n"], heldout_top1: list[float] | None
+) -> dict[str, Any]:
+    """Everything that needs no fitting; the exit chosen on test is labelled so."""
+    exits = exit_accuracies(logits, labels)
+    best = first_best(exits["top1"])
+    chosen = None if heldout_top1 is None else first_best(heldout_top1)
+    return {
+        "exits": exits,
+        "last": both_accuracies(logits[-1], labels),
+        "best_test_chosen": {"exit": best, **both_accuracies(logits[best], labels)},
+        "best_heldout_chosen": None
+        if chosen is None
+        else {"exit": chosen, **both_accuracies(logits[chosen], labels)},
+        "mean": both_accuracies(mean_logits(logits), labels),
+        "diagnostics": {"DA": decline_area(exits["top1"]), "TR": tail_retention(exits["top1"])},
+    }
+
+
+def report_fusion(
+    fit_on: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], config: FusionConfig
+) -> tuple[dict[str, Any], LogisticFusion]:
+    """Fit Logistic Fusion on one split's (logits, labels), measure it on another's."""
+    fusion = (
+        LogisticFusion(len(fit_on[0])).to(fit_on[0].device).fit(*fit_on, steps=config.steps, lr=config.lr)
+    )
+    with torch.no_grad():
+        accuracy = both_accuracies(fusion(test[0]), test[1])
+    weights = fusion.weights.tolist()
+    return {**accuracy, "weights": weights, "N_eff": effective_layers(weights)}, fusion

@@ -1,0 +1,59 @@
+"""From exit logits (E, B, K) to one prediction: best block, last block, uniform mean, Logistic Fusion.
+
+Paper: section 3.5. Logistic Fusion fitted on training images (the paper's way) over-weights the deep exits, which are
+over-confident there; held-out images or the plain mean often do better, so all are reported by name.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bicovg.goodness import widen
+
+
+def mean_logits(logits: Float[Tensor, "e b k"]) -> Float[Tensor, "b k"]:
+    """Uniform weights over the exits."""
+    return widen(logits).mean(dim=0)
+
+
+class LogisticFusion(nn.Module):
+    """``softmax(alpha) . logits``: one scalar per exit, alpha from zeros (so it starts as the uniform mean)."""
+
+    def __init__(self, exits: int) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.zeros(exits))
+
+    @property
+    def weights(self) -> Float[Tensor, " e"]:
+        return self.alpha.softmax(dim=0)
+
+    def forward(self, logits: Float[Tensor, "e b k"]) -> Float[Tensor, "b k"]:
+        return torch.einsum("e,ebk->bk", self.weights, widen(logits).to(self.alpha.dtype))
+
+    def fit(
+        self, logits: Float[Tensor, "e b k"], labels: Int[Tensor, " b"], steps: int = 500, lr: float = 0.01
+    ) -> "LogisticFusion":
+        """Full-batch Adam on cross-entropy over cached logits."""
+        logits = widen(logits).detach()
+        optimizer = torch.optim.Adam(self.parameters(), lr=lr)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            F.cross_entropy(self(logits), labels).backward()
+            optimizer.step()
+        return self
+
+
+def top_k_accuracy(logits: Float[Tensor, "b k"], labels: Int[Tensor, " b"], k: int = 1) -> float:
+    """Share of samples whose label is among the k largest logits, in percent. Ties count against the label."""
+    true = logits.gather(1, labels[:, None])
+    # a rival with an equal logit counts as larger: a constant predictor scores 0, not 100
+    larger = (logits >= true).sum(dim=1) - 1
+    return (
+        100.0 * ((larger >= 0) & (larger < k)).double().mean().item()
+    )  # a NaN logit compares false: larger is -1
+
+
+def first_best(accuracies: list[float]) -> int:
+    """Index of the first maximum."""
+    return max(range(len(accuracies)), key=lambda i: (accuracies[i], -i))

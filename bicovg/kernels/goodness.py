@@ -1,0 +1,283 @@
+"""Fused goodness for CUDA: one read of f gives all energies, one pass gives df and dW.
+
+``fused_bicovg`` equals ``bicovg.goodness.bicovg``, the definition and oracle. Legend as there; p = W f.
+
+* Forward: a program sums f^2 and p^2 over a tile of pixels, channel block by channel block, in float32. When the tile
+  holds whole samples (small maps) it writes g itself; otherwise a second, tiny kernel adds the tile sums up in a fixed
+  order. Nothing is atomic, so results repeat bit for bit.
+* Backward: ``df = 2 A f + W^T (2 B p)`` and ``dW = sum (2 B p) f^T``, A and B being the cell gradients of all scales,
+  divided by the cell sizes. Each worker owns one block of channels, keeps W and its dW on the chip and loops over
+  tiles; the workers' dW are then summed. When one block holds all channels, p is recomputed; otherwise (many channels)
+  recomputing it would read f several times, so the forward pass stores p, N / C of f's bytes.
+* bfloat16 f: products with bfloat16 operands, float32 sums. float32 f: products in full float32 ("ieee", not tf32).
+
+f is used in channels_last order; another order is copied first. There is no double backward.
+"""
+
+import importlib.util
+import math
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from bicovg.goodness import bicovg
+
+MOST_PROJECTIONS = 256  # p of one tile must fit the register file
+MOST_DIRECT_CELLS = 32  # the direct path unrolls over cells
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Launch shape: rows and channels of a tile (powers of two >= 16), warps, pipeline stages, programs per SM."""
+
+    pixels: int
+    channels: int
+    warps: int = 4
+    stages: int = 3
+    per_sm: int = 2
+
+
+# Measured bests by (C, H); anything else, and float32, takes the rules in forward_tile and backward_tile.
+FORWARD: dict[tuple[int, int], Tile] = {}
+BACKWARD: dict[tuple[int, int], Tile] = {}
+
+
+def _power(n: int) -> int:
+    """The smallest power of two >= n."""
+    return 1 << (n - 1).bit_length()
+
+
+def fused_available(f: Tensor) -> bool:
+    """Whether the fused kernels run on f: CUDA with Triton, or Triton's interpreter (TRITON_INTERPRET=1, float32)."""
+    if f.is_cuda:
+        return _HAS_TRITON and f.dtype in (torch.bfloat16, torch.float32)
+    return _HAS_TRITON and f.dtype == torch.float32 and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def stores_projection(channels: int, dtype: torch.dtype) -> bool:
+    """Whether the forward pass keeps p for the backward pass (see the module's header)."""
+    return dtype != torch.bfloat16 or channels > 256
+
+
+def forward_tile(C: int, N: int, H: int, W: int, scales: Sequence[int], dtype: torch.dtype) -> Tile:
+    """Launch shape of the forward kernel: whole samples for small maps, else large tiles that reuse W."""
+    if dtype != torch.bfloat16:
+        return Tile(16 if _power(N) > 64 else 32, 32, 4, 2)
+    if (C, H) in FORWARD:
+        return FORWARD[C, H]
+    L = math.lcm(*scales)
+    sample = _power(L * L) * _power(math.ceil(H / L) * math.ceil(W / L))
+    if sample <= 64:
+        return Tile(max(16, sample), 128, 4, 3)
+    rows = 64 if _power(N) > 64 else 128
+    return Tile(rows, 64, 8 if N > 32 else 4, 3)
+
+
+def backward_tile(C: int, N: int, H: int, dtype: torch.dtype) -> Tile:
+    """Launch shape of the backward kernel; ``channels`` covers all of C when p is recomputed."""
+    if dtype != torch.bfloat16:
+        return Tile(32, 32, 4, 2)
+    if (C, H) in BACKWARD:
+        return BACKWARD[C, H]
+    if not stores_projection(C, dtype):
+        block = max(16, _power(C))
+        return Tile(64 if N <= 64 else 32, block, 4 if block <= 128 and N <= 32 else 8, 2)
+    return Tile(64, 128 if N <= 64 else 64, 8, 3)
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """How a batch of maps is cut into tiles; field names as in ``goodness_triton``."""
+
+    L: int
+    AP: int
+    T: int
+    G: int
+    Q: int
+    tiles: int
+    direct: bool
+
+
+def _cut(B: int, H: int, W: int, scales: Sequence[int], rows: int, whole: bool) -> _Grid:
+    """Cut B maps into tiles of ``rows`` pixel slots; ``whole`` asks for whole samples a tile where they fit."""
+    L = math.lcm(*scales)
+    largest = math.ceil(H / L) * math.ceil(W / L)
+    Q = min(_power(largest), rows)
+    T = math.ceil(largest / Q)
+    cells = sum(s * s for s in scales)
+    direct = whole and T == 1 and _power(L * L) * Q <= rows and cells <= MOST_DIRECT_CELLS
+    AP = _power(L * L) if direct else L * L
+    G = rows // Q
+    return _Grid(L, AP, T, G, Q, math.ceil(B * AP / G) * T, direct)
+
+
+def _guard(f: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device: make it f's."""
+    return torch.cuda.device(f.device) if f.is_cuda else nullcontext()
+
+
+def _scale_pair(scales: Sequence[int]) -> tuple[int, int]:
+    return scales[0], scales[1] if len(scales) > 1 else 0
+
+
+def launch_forward(g: Tensor, p: Tensor, f: Tensor, weight: Tensor | None, scales: Sequence[int]) -> None:
+    """Fill g (B, D), and p (B * H * W, N) unless it is empty, from channels_last f and weight of f's dtype."""
+    from bicovg.kernels.goodness_triton import combine_kernel, forward_kernel
+
+    B, C, H, W = f.shape
+    N = 0 if weight is None else weight.shape[0]
+    S1, S2 = _scale_pair(scales)
+    tile = forward_tile(C, N, H, W, scales, f.dtype)
+    cut = _cut(B, H, W, scales, tile.pixels, whole=True)
+    out = g if cut.direct else g.new_empty(B * cut.AP * cut.T * (C + N))
+    with _guard(f):
+        forward_kernel[(cut.tiles,)](
+            out, p, f, f if weight is None else weight, B,
+            C=C, N=N, H=H, W=W, L=cut.L, S1=S1, S2=S2, AP=cut.AP, T=cut.T, G=cut.G, Q=cut.Q,
+            BC=min(tile.channels, max(16, _power(C))), NP=max(16, _power(N)) if N else 16,
+            DIRECT=cut.direct, KEEP=p.numel() > 0, PRECISION="ieee",
+            STAGES=tile.stages, num_warps=tile.warps,
+        )  # fmt: skip
+        if not cut.direct:
+            block = 256
+            blocks = sum(math.ceil((C + N) * s * s / block) for s in scales)
+            combine_kernel[(B, blocks)](
+                g, out, K=C + N, H=H, W=W, L=cut.L, S1=S1, S2=S2, T=cut.T, BD=block, num_warps=4
+            )
+
+
+def launch_backward(
+    df: Tensor, grad: Tensor, f: Tensor, weight: Tensor | None, p: Tensor, scales: Sequence[int], mask: bool
+) -> Tensor:
+    """Fill df (f's layout) and return dW (N, C) float32; f and df channels_last, p empty when it was not kept."""
+    from bicovg.kernels.goodness_backward_triton import backward_kernel
+
+    B, C, H, W = f.shape
+    N = 0 if weight is None else weight.shape[0]
+    S1, S2 = _scale_pair(scales)
+    tile = backward_tile(C, N, H, f.dtype)
+    cut = _cut(B, H, W, scales, tile.pixels, whole=False)
+    block = min(tile.channels, max(16, _power(C)))
+    assert p.numel() or not N or block >= C, "p can be recomputed only from all channels"
+    chunks = math.ceil(C / block)
+    sms = torch.cuda.get_device_properties(f.device).multi_processor_count if f.is_cuda else 2
+    workers = max(1, min(cut.tiles, tile.per_sm * sms // chunks))
+    part = torch.empty((workers, N, C), dtype=torch.float32, device=f.device)
+    with _guard(f):
+        backward_kernel[(chunks, workers)](
+            df, part, grad, f, f if weight is None else weight, p, B, cut.tiles, workers,
+            C=C, N=N, H=H, W=W, L=cut.L, S1=S1, S2=S2, T=cut.T, G=cut.G, Q=cut.Q,
+            BC=block, NP=max(16, _power(N)) if N else 16,
+            KEPT=p.numel() > 0, MASK=mask, PRECISION="ieee",
+            STAGES=tile.stages, num_warps=tile.warps,
+        )  # fmt: skip
+    return part.sum(dim=0)
+
+
+def _forward_outputs(
+    f: Tensor, weight: Tensor | None, scales: Sequence[int], keep: bool
+) -> tuple[Tensor, Tensor]:
+    """Uninitialised g and p; p is empty when it need not be kept."""
+    B, C, H, W = f.shape
+    N = 0 if weight is None else weight.shape[0]
+    g = f.new_empty((B, sum((C + N) * s * s for s in scales)), dtype=torch.float32)
+    rows = B * H * W if keep and N and stores_projection(C, f.dtype) else 0
+    return g, f.new_empty((rows, N))
+
+
+@torch.library.custom_op(
+    "bicovg::goodness",
+    mutates_args=(),
+    schema="(Tensor f, Tensor? weight, Tensor? cast, int[] scales, bool keep, bool relu_mask) -> (Tensor, Tensor)",
+)
+def goodness_op(
+    f: Tensor, weight: Tensor | None, cast: Tensor | None, scales: Sequence[int], keep: bool, relu_mask: bool
+) -> tuple[Tensor, Tensor]:
+    """g and, where the backward pass wants it, p. ``weight`` gets the gradient, ``cast`` (f's dtype) the work."""
+    g, p = _forward_outputs(f, weight, scales, keep)
+    cast = None if cast is None else cast.contiguous()
+    launch_forward(g, p, f.contiguous(memory_format=torch.channels_last), cast, scales)
+    return g, p
+
+
+@goodness_op.register_fake
+def _(
+    f: Tensor, weight: Tensor | None, cast: Tensor | None, scales: Sequence[int], keep: bool, relu_mask: bool
+) -> tuple[Tensor, Tensor]:
+    return _forward_outputs(f, weight, scales, keep)
+
+
+@torch.library.custom_op(
+    "bicovg::goodness_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor f, Tensor? cast, Tensor p, int[] scales, bool relu_mask) -> (Tensor, Tensor)",
+)
+def goodness_backward_op(
+    grad: Tensor, f: Tensor, cast: Tensor | None, p: Tensor, scales: Sequence[int], relu_mask: bool
+) -> tuple[Tensor, Tensor]:
+    """df (f's dtype and layout) and dW (float32; (0, C) without a weight)."""
+    x = f.contiguous(memory_format=torch.channels_last)
+    cast = None if cast is None else cast.contiguous()
+    df = torch.empty_like(f)
+    dx = df if df.is_contiguous(memory_format=torch.channels_last) else torch.empty_like(x)
+    dw = launch_backward(dx, grad.float().contiguous(), x, cast, p, scales, relu_mask)
+    if dx is not df:
+        df.copy_(dx)
+    return df, dw
+
+
+@goodness_backward_op.register_fake
+def _(
+    grad: Tensor, f: Tensor, cast: Tensor | None, p: Tensor, scales: Sequence[int], relu_mask: bool
+) -> tuple[Tensor, Tensor]:
+    N = 0 if cast is None else cast.shape[0]
+    return torch.empty_like(f), f.new_empty((N, f.shape[1]), dtype=torch.float32)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    f, weight, cast, scales, _, relu_mask = inputs
+    ctx.set_materialize_grads(False)  # p's gradient is always absent: do not fill zeros for it
+    ctx.save_for_backward(f, cast, output[1])
+    ctx.scales, ctx.relu_mask = scales, relu_mask
+    ctx.weight_dtype = None if weight is None else weight.dtype
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    f, cast, p = ctx.saved_tensors
+    df, dw = torch.ops.bicovg.goodness_backward(grad, f, cast, p, ctx.scales, ctx.relu_mask)
+    return df, None if cast is None else dw.to(ctx.weight_dtype), None, None, None, None
+
+
+goodness_op.register_autograd(_differentiate, setup_context=_save)
+
+
+def fused_bicovg(
+    f: Float[Tensor, "b c h w"],
+    weight: Float[Tensor, "n c"] | None,
+    scales: tuple[int, ...],
+    relu_mask: bool = False,
+) -> Float[Tensor, "b d"]:
+    """``bicovg(f, weight, scales)`` in float32 by the fused kernels; call it where ``fused_available(f)``.
+
+    Args:
+        f: activations after ReLU.
+        weight: float32 or f's dtype; its gradient is accumulated in float32.
+        scales: one or two; more, or over 256 projections, fall back to the plain function.
+        relu_mask: zero df where f is 0, so that the caller may skip ReLU's own backward pass.
+    """
+    _, _, H, W = f.shape
+    if not scales or not 1 <= min(scales) <= max(scales) <= min(H, W):
+        raise ValueError(f"scales {scales} do not fit a {H}x{W} map: use scales between 1 and {min(H, W)}")
+    if len(scales) > 2 or (weight is not None and weight.shape[0] > MOST_PROJECTIONS):
+        return bicovg(torch.relu(f) if relu_mask else f, weight, scales)
+    keep = torch.is_grad_enabled() and (f.requires_grad or (weight is not None and weight.requires_grad))
+    cast = None if weight is None else weight.detach().to(f.dtype)
+    g: Tensor = torch.ops.bicovg.goodness(f, weight, cast, list(scales), keep, relu_mask)[0]
+    return g

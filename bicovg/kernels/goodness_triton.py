@@ -1,0 +1,232 @@
+"""Triton kernels of the fused goodness; launched by ``bicovg.kernels.goodness``, which explains the design.
+
+Vocabulary: the map is cut into L x L *atoms* (L = lcm of the scales, edges floor(i * H / L)), so every cell of every
+scale is a rectangle of whole atoms. A tile is G atoms of Q pixel slots each; slots past an atom's edge are masked.
+A large atom is cut into T steps of Q slots. f is (B, H, W, C) in memory, K = C + N energies a pixel.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def find_atoms(slot: tl.tensor, batch: tl.tensor, L: tl.constexpr, AP: tl.constexpr) -> tl.tensor:
+    """Sample, atom row, atom column and existence of each atom slot; AP slots a sample, L * L of them in use."""
+    b = slot // AP
+    a = slot % AP
+    return b, a // L, a % L, (b < batch) & (a < L * L)
+
+
+@triton.jit
+def find_pixels(
+    first: tl.tensor,
+    step: tl.tensor,
+    batch: tl.tensor,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    AP: tl.constexpr,
+    G: tl.constexpr,
+    Q: tl.constexpr,
+) -> tl.tensor:
+    """Index into the (B, H, W) pixels of each of the G * Q rows of a tile, and which rows exist."""
+    r = tl.arange(0, G * Q)
+    b, i, j, ok = find_atoms(first * G + r // Q, batch, L, AP)
+    q = step * Q + r % Q
+    M: tl.constexpr = (W + L - 1) // L  # the widest atom
+    row = i * H // L + q // M
+    col = j * W // L + q % M
+    ok = ok & (row < (i + 1) * H // L) & (col < (j + 1) * W // L)
+    return (b.to(tl.int64) * H + row) * W + col, ok
+
+
+@triton.jit
+def cell_size(i: tl.tensor, j: tl.tensor, H: tl.constexpr, W: tl.constexpr, S: tl.constexpr) -> tl.tensor:
+    """Pixels of cell (i, j) of the S x S grid."""
+    return ((i + 1) * H // S - i * H // S) * ((j + 1) * W // S - j * W // S)
+
+
+@triton.jit
+def tile_mask(ok: tl.tensor, c: tl.tensor, C: tl.constexpr, BC: tl.constexpr) -> tl.tensor:
+    """Rows that exist times columns that exist; no column test when blocks divide C, which keeps loads wide."""
+    if C % BC == 0:
+        return ok[:, None]
+    else:
+        return ok[:, None] & (c < C)[None, :]
+
+
+@triton.jit
+def store_cells(
+    g: tl.tensor,
+    energy: tl.tensor,
+    ch: tl.tensor,
+    ch_ok: tl.tensor,
+    first: tl.tensor,
+    batch: tl.tensor,
+    D: tl.constexpr,
+    OFF: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    AP: tl.constexpr,
+    G: tl.constexpr,
+    BC: tl.constexpr,
+) -> None:
+    """Write one scale's cell means from the atom sums ``energy`` (G, BC) of G / AP whole samples."""
+    b, i, j, ok = find_atoms(first * G + tl.arange(0, G), batch, L, AP)
+    if S == L:  # an atom is a cell
+        at = g + b.to(tl.int64)[:, None] * D + OFF + ch[None, :] * (S * S) + (i * S + j)[:, None]
+        size = cell_size(i, j, H, W, S).to(tl.float32)
+        tl.store(at, energy / size[:, None], mask=ok[:, None] & ch_ok[None, :])
+    else:
+        R: tl.constexpr = G // AP
+        sample = first * R + tl.arange(0, R)
+        cell = i // (L // S) * S + j // (L // S)
+        for target in tl.static_range(S * S):
+            inside = tl.where((ok & (cell == target))[:, None], energy, 0.0)
+            total = tl.sum(tl.reshape(inside, [R, AP, BC]), axis=1)
+            size = cell_size(target // S, target % S, H, W, S)
+            at = g + sample.to(tl.int64)[:, None] * D + OFF + ch[None, :] * (S * S) + target
+            tl.store(at, total / size, mask=(sample < batch)[:, None] & ch_ok[None, :])
+
+
+@triton.jit
+def store_energy(
+    out: tl.tensor,
+    energy: tl.tensor,
+    ch: tl.tensor,
+    ch_ok: tl.tensor,
+    first: tl.tensor,
+    step: tl.tensor,
+    batch: tl.tensor,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    S1: tl.constexpr,
+    S2: tl.constexpr,
+    AP: tl.constexpr,
+    T: tl.constexpr,
+    G: tl.constexpr,
+    BC: tl.constexpr,
+    DIRECT: tl.constexpr,
+) -> None:
+    """Atom sums (G, BC): straight into g when the tile holds whole samples, else into the (B, L * L, T, K) parts."""
+    if DIRECT:
+        D: tl.constexpr = K * (S1 * S1 + S2 * S2)
+        store_cells(out, energy, ch, ch_ok, first, batch, D, 0, S1, H, W, L, AP, G, BC)
+        if S2 > 0:
+            store_cells(out, energy, ch, ch_ok, first, batch, D, K * S1 * S1, S2, H, W, L, AP, G, BC)
+    else:
+        slot = first * G + tl.arange(0, G)
+        at = out + (slot * T + step).to(tl.int64)[:, None] * K + ch[None, :]
+        tl.store(at, energy, mask=(slot < batch * AP)[:, None] & ch_ok[None, :])
+
+
+@triton.jit
+def forward_kernel(
+    out: tl.tensor,
+    p: tl.tensor,
+    f: tl.tensor,
+    w: tl.tensor,
+    batch: tl.tensor,
+    C: tl.constexpr,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    S1: tl.constexpr,
+    S2: tl.constexpr,
+    AP: tl.constexpr,
+    T: tl.constexpr,
+    G: tl.constexpr,
+    Q: tl.constexpr,
+    BC: tl.constexpr,
+    NP: tl.constexpr,
+    DIRECT: tl.constexpr,
+    KEEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """Sums of f^2 and (W f)^2 over the atoms of one tile, f read once; p = W f is kept on request."""
+    first = tl.program_id(0) // T
+    step = tl.program_id(0) % T
+    K: tl.constexpr = C + N
+    pixel, ok = find_pixels(first, step, batch, H, W, L, AP, G, Q)
+    n = tl.arange(0, NP)
+    proj = tl.zeros([G * Q, NP], dtype=tl.float32)
+    for c0 in tl.range(0, C, BC, num_stages=STAGES):
+        c = c0 + tl.arange(0, BC)
+        x = tl.load(f + pixel[:, None] * C + c[None, :], mask=tile_mask(ok, c, C, BC), other=0.0)
+        wide = x.to(tl.float32)
+        energy = tl.sum(tl.reshape(wide * wide, [G, Q, BC]), axis=1)
+        store_energy(
+            out, energy, c, c < C, first, step, batch, K, H, W, L, S1, S2, AP, T, G, BC, DIRECT
+        )  # fmt: skip
+        if N > 0:
+            weight = tl.load(w + n[:, None] * C + c[None, :], mask=tile_mask(n < N, c, C, BC), other=0.0)
+            proj = tl.dot(x, tl.trans(weight), proj, input_precision=PRECISION)
+    if N > 0:
+        if KEEP:
+            at = p + pixel[:, None] * N + n[None, :]
+            tl.store(at, proj.to(p.dtype.element_ty), mask=tile_mask(ok, n, N, NP))
+        energy = tl.sum(tl.reshape(proj * proj, [G, Q, NP]), axis=1)
+        store_energy(
+            out, energy, C + n, n < N, first, step, batch, K, H, W, L, S1, S2, AP, T, G, NP, DIRECT
+        )  # fmt: skip
+
+
+@triton.jit
+def combine_scale(
+    g: tl.tensor,
+    part: tl.tensor,
+    b: tl.tensor,
+    block: tl.tensor,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    OFF: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    T: tl.constexpr,
+    BD: tl.constexpr,
+) -> None:
+    """BD elements of one scale's part of g from the atom sums, added in a fixed order."""
+    e = block * BD + tl.arange(0, BD)
+    ok = e < K * S * S
+    i = e % (S * S) // S
+    j = e % S
+    k: tl.constexpr = L // S
+    total = tl.zeros([BD], dtype=tl.float32)
+    for u in range(k * k * T):
+        atom = (i * k + u // T // k) * L + j * k + u // T % k
+        row = (b.to(tl.int64) * (L * L) + atom) * T + u % T
+        total += tl.load(part + row * K + e // (S * S), mask=ok, other=0.0)
+    size = cell_size(i, j, H, W, S).to(tl.float32)
+    tl.store(g + b.to(tl.int64) * D + OFF + e, total / size, mask=ok)
+
+
+@triton.jit
+def combine_kernel(
+    g: tl.tensor,
+    part: tl.tensor,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    S1: tl.constexpr,
+    S2: tl.constexpr,
+    T: tl.constexpr,
+    BD: tl.constexpr,
+) -> None:
+    """Atom sums to cell means of both scales; the second grid axis runs over the blocks of scale 1, then scale 2."""
+    D: tl.constexpr = K * (S1 * S1 + S2 * S2)
+    blocks: tl.constexpr = (K * S1 * S1 + BD - 1) // BD
+    b = tl.program_id(0)
+    block = tl.program_id(1)
+    if block < blocks:
+        combine_scale(g, part, b, block, K, D, 0, S1, H, W, L, T, BD)
+    elif S2 > 0:
+        combine_scale(g, part, b, block - blocks, K, D, K * S1 * S1, S2, H, W, L, T, BD)

@@ -1,0 +1,55 @@
+"""One optimizer per unit, one schedule for all."""
+
+import math
+
+import torch
+from torch.optim import SGD, AdamW, Optimizer
+
+from bicovg.config import OptimConfig
+from bicovg.errors import UserError
+from bicovg.networks import LocalNetwork
+
+
+def make_optimizers(net: LocalNetwork, config: OptimConfig, device: torch.device) -> list[Optimizer]:
+    """One per unit. On CUDA: fused, with the learning rate in a device tensor so that a graph can read it."""
+    on_gpu = device.type == "cuda"
+    lr: float | torch.Tensor = torch.tensor(config.lr, device=device) if on_gpu else config.lr
+    made: list[Optimizer] = []
+    for unit in net.units:
+        if config.name == "adamw":
+            made.append(
+                AdamW(
+                    unit.parameters(), lr, weight_decay=config.weight_decay, fused=on_gpu, capturable=on_gpu
+                )
+            )
+        elif config.name == "sgd":
+            made.append(
+                SGD(
+                    unit.parameters(),
+                    lr,
+                    momentum=config.momentum,
+                    weight_decay=config.weight_decay,
+                    fused=on_gpu,
+                )
+            )
+        else:
+            raise UserError(f"optimizer {config.name!r} is unknown: choose adamw or sgd")
+    return made
+
+
+def learning_rate(step: int, steps: int, warmup_steps: int, lr: float, lr_min: float) -> float:
+    """Linear from 0 over the warm-up, then a cosine from ``lr`` to ``lr_min``, per step."""
+    if step < warmup_steps:
+        return lr * step / warmup_steps
+    share = (step - warmup_steps) / max(1, steps - warmup_steps)
+    return lr_min + (lr - lr_min) * (1 + math.cos(math.pi * share)) / 2
+
+
+def set_learning_rate(optimizers: list[Optimizer], lr: float) -> None:
+    """Into the device tensor where there is one, else as a number."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr

@@ -1,0 +1,97 @@
+"""Classify image files with a finished run. Takes images and nothing else: no label can reach it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from bicovg.checkpoint import find_checkpoint, load_weights
+from bicovg.config import Config
+from bicovg.data.augment import normalise
+from bicovg.errors import UserError
+from bicovg.fusion import mean_logits
+from bicovg.networks import LocalNetwork
+from bicovg.runlog import read_config, read_summary
+from bicovg.trainer import build_on, pick_device
+
+BATCH = 64
+
+
+def read_image(path: Path, config: Config) -> Float[Tensor, "c h w"]:
+    """One file as floats in [0, 1], resized and centre cropped to the network's input."""
+    from PIL import Image
+
+    from bicovg.data.decode import decode_image, fit_pixels
+
+    size, resize = config.data.image_size, config.data.resize
+    try:
+        pixels = decode_image(path.read_bytes(), short_side=resize or None)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    if isinstance(pixels, str):
+        raise UserError(f"cannot use {path}: {pixels}")
+    if resize:
+        top, left = (pixels.shape[0] - size) // 2, (pixels.shape[1] - size) // 2
+        pixels = pixels[top : top + size, left : left + size]
+    pixels = fit_pixels(pixels, size=size)
+    if isinstance(pixels, str):
+        raise UserError(f"cannot use {path}: {pixels}")
+    if config.data.image_channels == 1:
+        pixels = np.asarray(Image.fromarray(pixels).convert("L"))[..., None]
+    return torch.from_numpy(np.array(pixels)).permute(2, 0, 1).float() / 255
+
+
+def combine(logits: Float[Tensor, "e b k"], head: str, run: Path, exits: list[int]) -> Float[Tensor, "b k"]:
+    """One prediction from all exits: mean, fused, last, or one block."""
+    if head == "mean":
+        return mean_logits(logits)
+    if head == "last":
+        return logits[-1]
+    if head == "fused":
+        fitted = read_summary(run)["fusion"]
+        record = fitted["heldout"] or fitted["train"]
+        if record is None:
+            raise UserError(
+                f"{run} has no fusion weights: fit them with `bicovg fuse {run}`, or use --head mean"
+            )
+        return torch.einsum("e,ebk->bk", logits.new_tensor(record["weights"]), logits)
+    if head.isdecimal() and int(head) in exits:
+        return logits[exits.index(int(head))]
+    raise UserError(f"--head {head!r} is unknown: choose mean, fused, last or a block among {exits}")
+
+
+def load_run(run: Path, device: str) -> tuple[LocalNetwork, Config]:
+    """The trained network of a run folder, in eval mode; needs no data set."""
+    config = read_config(run)
+    checkpoint, _ = find_checkpoint(run)
+    if checkpoint is None:
+        raise UserError(f"{run} has no usable checkpoint yet: train it with `bicovg train --resume {run}`")
+    net = build_on(config, pick_device(device))
+    load_weights(checkpoint, net)
+    return net.eval(), config
+
+
+@torch.no_grad()
+def predict_files(
+    run: Path, names: list[str], head: str = "mean", top: int = 5, device: str = "auto"
+) -> Iterator[tuple[str, list[tuple[str, float]]]]:
+    """For each file its most probable classes, best first."""
+    net, config = load_run(run, device)
+    if top < 1:
+        raise UserError(f"--top {top} must be at least 1")
+    data = json.loads((run / "data.json").read_text())
+    classes: list[str] = data["classes"]
+    where = next(net.parameters()).device
+    mean, std = torch.tensor(data["mean"]), torch.tensor(data["std"])
+    for start in range(0, len(names), BATCH):
+        part = names[start : start + BATCH]
+        images = torch.stack([read_image(Path(name), config) for name in part])
+        logits = net(normalise(images, mean, std).to(where)).float()
+        probabilities = combine(logits, head, run, net.exits).softmax(dim=1)
+        values, indices = probabilities.topk(min(top, len(classes)), dim=1)
+        for name, row, ids in zip(part, values.tolist(), indices.tolist(), strict=True):
+            yield name, [(classes[i], p) for i, p in zip(ids, row, strict=True)]

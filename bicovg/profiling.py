@@ -1,0 +1,60 @@
+"""Peak memory of a step: of the device on a GPU, of the saved activations or the process on a CPU."""
+
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: allocated on the GPU since the last reset, or the process's resident peak on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass
+class SavedBytes:
+    """Bytes that autograd keeps for backward: alive now, and the peak."""
+
+    live: int = 0
+    peak: int = 0
+
+
+class _Held:
+    """A saved tensor that reports its own death; storages shared by several saves count once."""
+
+    def __init__(self, tensor: Tensor, tally: SavedBytes, counts: dict[int, int], exclude: set[int]) -> None:
+        self.tensor, self.tally, self.counts = tensor, tally, counts
+        storage = tensor.untyped_storage()
+        self.key, self.size = storage.data_ptr(), 0 if storage.data_ptr() in exclude else storage.nbytes()
+        counts[self.key] = counts.get(self.key, 0) + 1
+        if counts[self.key] == 1:
+            tally.live += self.size
+            tally.peak = max(tally.peak, tally.live)
+
+    def __del__(self) -> None:
+        self.counts[self.key] -= 1
+        if self.counts[self.key] == 0:
+            self.tally.live -= self.size
+
+
+@contextmanager
+def track_saved_bytes(exclude: torch.nn.Module | None = None) -> Iterator[SavedBytes]:
+    """Count what autograd saves for backward inside the block; parameters of ``exclude`` are not counted."""
+    tally, counts = SavedBytes(), {}  # type: ignore[var-annotated]
+    skip = {p.untyped_storage().data_ptr() for p in exclude.parameters()} if exclude is not None else set()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: _Held(tensor, tally, counts, skip), lambda held: held.tensor
+    ):
+        yield tally

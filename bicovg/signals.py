@@ -1,0 +1,65 @@
+"""The one seam between a method and the engine: the credit a unit receives in a step.
+
+A unit's ``learn`` returns a ``Credit``, built by one of three functions, one per kind of credit signal:
+
+* ``loss_credit``: scalars, differentiated inside the unit only (BiCovG, HGB, backprop, ...);
+* ``teaching_credit``: a tensor shaped like the unit's output, pushed through one local vector-Jacobian product;
+* ``delta_credit``: explicit parameter updates, no autograd.
+
+All three end as ``.grad`` of the unit's own parameters, so clipping, finite checks, all-reduce and the optimizer
+exist once, for every method.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class Credit:
+    """What one unit hands the engine.
+
+    Attributes:
+        output: the next unit's input, without a graph; None after the last unit.
+        losses: (e,) detached values to report, one per exit of the unit.
+        roots: tensors to differentiate, each with its incoming gradient (None for scalars).
+        updates: parameters with the direction they should move in.
+    """
+
+    output: Tensor | None
+    losses: Tensor
+    roots: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+    updates: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
+
+
+def loss_credit(output: Tensor | None, losses: Sequence[Tensor]) -> Credit:
+    """Credit by scalar losses."""
+    return Credit(output, torch.stack([loss.detach() for loss in losses]), [(loss, None) for loss in losses])
+
+
+def teaching_credit(output: Tensor | None, losses: Tensor, activation: Tensor, teaching: Tensor) -> Credit:
+    """Credit by a teaching signal: ``teaching`` takes the place of d loss / d activation."""
+    if teaching.shape != activation.shape:
+        raise ValueError(
+            f"teaching signal of shape {tuple(teaching.shape)} must match the activation {tuple(activation.shape)}"
+        )
+    return Credit(output, losses, [(activation, teaching)])
+
+
+def delta_credit(
+    output: Tensor | None, losses: Tensor, updates: Iterable[tuple[nn.Parameter, Tensor]]
+) -> Credit:
+    """Credit by explicit updates: SGD with learning rate 1 moves each parameter by exactly its delta."""
+    return Credit(output, losses, updates=list(updates))
+
+
+def assign_gradients(credits: Sequence[Credit]) -> None:
+    """Turn credit into ``.grad``: one backward over all roots, then the explicit updates."""
+    roots = [root for credit in credits for root in credit.roots]
+    if roots:
+        torch.autograd.backward([tensor for tensor, _ in roots], [grad for _, grad in roots])
+    for credit in credits:
+        for parameter, delta in credit.updates:
+            parameter.grad = -delta if parameter.grad is None else parameter.grad - delta

@@ -1,0 +1,124 @@
+"""One training step. Start reading here.
+
+The images pass through the units in order. Each unit computes its own losses, differentiates them inside itself,
+and is stepped by its own optimizer. Nothing else happens:
+
+* ``interleaved`` finishes each unit (backward, clip, step, free) before the next begins: one unit's activations
+  are alive at a time;
+* ``summed`` runs all forwards, then one backward over all losses.
+
+Both give the same parameters bit for bit (CPU, float32), because no unit's gradient depends on another unit.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from bicovg.networks import LocalNetwork
+from bicovg.signals import Credit, assign_gradients
+
+PRECISIONS: dict[str | None, torch.dtype | None] = {None: None, "float32": None, "bfloat16": torch.bfloat16}
+
+
+def local_step(
+    net: LocalNetwork,
+    optimizers: Sequence[Optimizer],
+    images: Float[Tensor, "b c h w"],
+    labels: Int[Tensor, " b"],
+    schedule: str = "interleaved",
+    clip_norm: float | None = None,
+    precision: str | None = None,
+    clip_scope: str = "unit",
+    keys: Int[Tensor, " b"] | None = None,
+) -> Float[Tensor, " e"]:
+    """Train every unit once on one batch.
+
+    Args:
+        optimizers: one per unit.
+        clip_norm: bound on the gradient norm, of each unit (``clip_scope="unit"``) or of all (``"global"``).
+        precision: ``bfloat16`` for autocast; None or ``float32`` for none.
+        keys: per-sample dropout keys; drawn from the generator when absent.
+
+    Returns:
+        The loss of every exit.
+    """
+    check_step(schedule, clip_norm, clip_scope, precision)
+    net.train()
+    keys = net.sample_keys(images) if keys is None else keys
+    run = _interleaved if schedule == "interleaved" else _summed
+    dtype = PRECISIONS[precision]
+    with torch.autocast(images.device.type, dtype=dtype, enabled=dtype is not None):
+        return run(net, optimizers, net.prepare(images), labels, keys, clip_norm, clip_scope)
+
+
+def check_step(schedule: str, clip_norm: float | None, clip_scope: str, precision: str | None) -> None:
+    """Refuse settings that cannot mean what they say."""
+    if schedule not in ("interleaved", "summed"):
+        raise ValueError(f"schedule {schedule!r} is unknown: choose interleaved or summed")
+    if clip_scope not in ("unit", "global"):
+        raise ValueError(f"clip scope {clip_scope!r} is unknown: choose unit or global")
+    if precision == "float16":
+        raise ValueError(
+            "precision float16 is refused: its squares overflow above 256; use bfloat16 or float32"
+        )
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision {precision!r} is unknown: choose float32 or bfloat16")
+    if clip_norm is not None and clip_scope == "global" and schedule == "interleaved":
+        raise ValueError(
+            "a global clip norm needs every gradient before any step, so it cannot be interleaved: "
+            "use schedule summed or clip scope unit"
+        )
+
+
+def _interleaved(
+    net: LocalNetwork,
+    optimizers: Sequence[Optimizer],
+    x: Tensor,
+    labels: Tensor,
+    keys: Tensor | None,
+    clip_norm: float | None,
+    clip_scope: str,
+) -> Tensor:
+    losses = []
+    for index, (unit, optimizer) in enumerate(zip(net.units, optimizers, strict=True)):
+        credit = unit.learn(x, labels, keys, emit=index + 1 < len(net.units))  # type: ignore[operator]
+        x = credit.output
+        losses.append(credit.losses)
+        assign_gradients([credit])
+        del credit  # the unit's graph goes here, before the next unit builds its own
+        if clip_norm is not None:
+            clip_gradients(unit, clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat(losses)
+
+
+def _summed(
+    net: LocalNetwork,
+    optimizers: Sequence[Optimizer],
+    x: Tensor | None,
+    labels: Tensor,
+    keys: Tensor | None,
+    clip_norm: float | None,
+    clip_scope: str,
+) -> Tensor:
+    credits: list[Credit] = []
+    for index, unit in enumerate(net.units):
+        credits.append(unit.learn(x, labels, keys, emit=index + 1 < len(net.units)))  # type: ignore[operator]
+        x = credits[-1].output
+    assign_gradients(credits)
+    if clip_norm is not None:
+        for part in net.units if clip_scope == "unit" else [net]:
+            clip_gradients(part, clip_norm)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([credit.losses for credit in credits])
+
+
+def clip_gradients(part: nn.Module, clip_norm: float) -> None:
+    """Scale the gradients of ``part`` to a norm of at most ``clip_norm``, on the device, without a host sync."""
+    nn.utils.clip_grad_norm_(part.parameters(), clip_norm)

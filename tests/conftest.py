@@ -1,0 +1,39 @@
+"""Set-up shared by all tests: one thread, fixed seeds, shapes checked at every call of a public function."""
+
+import os
+import sys
+import zlib
+
+import jaxtyping
+import pytest
+import torch
+from hypothesis import settings
+
+# Only these modules are instrumented: a Triton kernel must reach its compiler as it was written.
+SHAPE_CHECKED = [
+    "bicovg.goodness",
+    "bicovg.layers",
+    "bicovg.draws",
+    "bicovg.blocks",
+    "bicovg.networks",
+    "bicovg.step",
+    "bicovg.fusion",
+    "bicovg.diagnostics",
+    "bicovg.data.augment",
+]
+imported_early = [name for name in SHAPE_CHECKED if name in sys.modules]
+assert not imported_early, f"imported before the shape checks were installed: {imported_early}"
+jaxtyping.install_import_hook(SHAPE_CHECKED, "beartype.beartype")
+
+# Bit-equality tests compare runs at a fixed thread count.
+torch.set_num_threads(1)
+
+settings.register_profile("bicovg", deadline=None, max_examples=25)
+settings.register_profile("bicovg-ci", settings.get_profile("bicovg"), derandomize=True, print_blob=True)
+settings.load_profile("bicovg-ci" if os.environ.get("CI") else "bicovg")
+
+
+@pytest.fixture(autouse=True)
+def _seed_torch(request: pytest.FixtureRequest) -> None:
+    """A seed of its own for each test, so that neither order nor selection changes what a test sees."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))

@@ -1,10 +1,10 @@
-"""How fast packing is, against Pillow decoding the same bytes with the same number of threads in the same run.
+"""How fast packing is, against Pillow decoding the same bytes with as many threads in the same run.
 
     python benchmarks/pack.py --from SHARDS --train-shards 1     (parquet shards as in docs/data.md)
     python benchmarks/pack.py                                    (a synthetic set of JPEGs)
 
-Decoding alone means: open, decode, convert to RGB. Packing adds reading the shards, resizing checks, copying the
-pixels out of Pillow, per-channel sums, hashing and writing. Runs alternate, the median of ``--repeats`` is reported.
+Decoding alone means: open, decode, convert to RGB. Packing adds reading the shards, copying the pixels
+out of Pillow, per-channel sums, hashing, writing and fsync. Runs alternate; medians of ``--repeats`` are given.
 """
 
 import argparse
@@ -111,19 +111,13 @@ def measure(folder: Path, scratch: Path, size: int, repeats: int) -> dict[str, o
             rates.setdefault(f"pillow_{jobs}", []).append(time_pillow(encoded, jobs))
             rates.setdefault(f"pack_{jobs}", []).append(time_pack(source, scratch, size, jobs))
     medians = {name: statistics.median(values) for name, values in rates.items()}
-    shares = {
-        f"pack_over_pillow_{jobs}": medians[f"pack_{jobs}"] / medians[f"pillow_{jobs}"] for jobs in (1, 2)
-    }
+    shares = {f"pack_over_pillow_{jobs}": medians[f"pack_{jobs}"] / medians[f"pillow_{jobs}"] for jobs in (1, 2)}
     return {"images": len(encoded), "size": size, "images_per_second": medians, "all_runs": rates, **shares}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--from", dest="source", type=Path, help="folder of parquet shards (default: synthetic)"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--from", dest="source", type=Path, help="folder of parquet shards (default: synthetic)")
     parser.add_argument("--train-shards", type=int, default=1)
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
@@ -137,9 +131,7 @@ def main() -> None:
         else:
             link_shards(args.source, scratch / "shards", args.train_shards)
         data = args.source.name if args.source else "synthetic JPEGs"
-        result = (
-            describe_run() | {"data": data} | measure(scratch / "shards", scratch, args.size, args.repeats)
-        )
+        result = describe_run() | {"data": data} | measure(scratch / "shards", scratch, args.size, args.repeats)
     finally:
         shutil.rmtree(scratch)
     args.out.parent.mkdir(parents=True, exist_ok=True)

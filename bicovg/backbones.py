@@ -41,18 +41,14 @@ def unit_sizes(depth: int, scope: str, group_size: int = 1, groups: Sequence[int
         return [depth]
     if scope == "hgb":
         if group_size < 1 or depth % group_size:
-            raise ValueError(
-                f"group_size {group_size} does not divide the {depth} blocks: choose a divisor of {depth}"
-            )
+            raise ValueError(f"group_size {group_size} does not divide the {depth} blocks: choose a divisor of {depth}")
         return [group_size] * (depth // group_size)
     if scope == "grouped":
         return list(_checked_groups(depth, groups))
     raise ValueError(f"scope {scope!r} is unknown: choose one of {', '.join(SCOPES)}")
 
 
-def group_starts(
-    depth: int, scope: str, sizes: Sequence[int], groups: Sequence[int] | None
-) -> tuple[int, ...]:
+def group_starts(depth: int, scope: str, sizes: Sequence[int], groups: Sequence[int] | None) -> tuple[int, ...]:
     """First block of every group but the first: where a FAL stands. For hgb every unit is a group."""
     cut = sizes if scope == "hgb" else _checked_groups(depth, groups)
     return tuple(sum(cut[:i]) for i in range(1, len(cut)))

@@ -1,6 +1,7 @@
 """The block and the unit: what is computed where, and what is isolated from what.
 
-Block: ``conv3x3 -> batch norm -> ReLU = f``; goodness and readout look at f; ``f -> RMSPool? -> dropout -> RMSNorm = h``.
+Block: ``conv3x3 -> batch norm -> ReLU = f``; goodness and readout look at f;
+``f -> RMSPool? -> dropout -> RMSNorm = h``.
 Unit: consecutive blocks and everything their losses train. A unit's input never carries a graph and its output is
 computed without one, so no gradient can leave it: isolation is structural, not a matter of careful detaching.
 """
@@ -78,11 +79,19 @@ class Block(nn.Module):
 
     def emit(self, f: Float[Tensor, "b d h w"], keys: Int[Tensor, " b"] | None) -> Float[Tensor, "b d p q"]:
         """The next block's input h. ``keys`` (one per sample) key the dropout mask in training."""
-        h = rms_pool(f) if self.pool else f
-        if self.training and self.dropout:
+        drop = self.dropout if self.training else 0.0
+        mine = None
+        if drop:
             assert keys is not None
-            h = keyed_dropout(h, self.dropout, make_keys(keys, self.index))
-        return rms_norm(h)
+            mine = make_keys(keys, self.index)
+        if f.is_cuda and not torch.is_grad_enabled():
+            from bicovg.kernels.goodness import fused_available
+            from bicovg.kernels.tail import fused_tail
+
+            if fused_available(f):
+                return fused_tail(f, self.pool, drop, mine)
+        h = rms_pool(f) if self.pool else f
+        return rms_norm(h if mine is None else keyed_dropout(h, drop, mine))
 
     def forward(
         self, x: Float[Tensor, "b c h w"], keys: Int[Tensor, " b"] | None
@@ -122,6 +131,7 @@ class Unit(nn.Module):
         """Returns the next unit's input (no graph; None unless ``emit``) and the logits of every exit."""
         logits: list[Tensor] = []
         *inner, last = self.blocks
+        assert isinstance(last, Block)
         x = x.detach()
         for block in inner:
             x, judged = self._run_inner(block, x, keys)
@@ -157,6 +167,4 @@ class Unit(nn.Module):
     ) -> Credit:
         """Forward and this unit's credit: cross-entropy at each of its exits."""
         h, logits = self(x, keys, emit)
-        return loss_credit(
-            h, [F.cross_entropy(z.float() if z.dtype != torch.float64 else z, labels) for z in logits]
-        )
+        return loss_credit(h, [F.cross_entropy(z.float() if z.dtype != torch.float64 else z, labels) for z in logits])

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from bicovg.errors import UserError
@@ -23,7 +23,7 @@ SCHEMA = 1
 KEEP = 2
 
 
-def pack_optimizer(index: int, optimizer: Optimizer, names: dict[nn.Parameter, str]) -> dict[str, Tensor]:
+def pack_optimizer(index: int, optimizer: Optimizer, names: dict[Tensor, str]) -> dict[str, Tensor]:
     """Optimizer state as flat tensors named ``unit.parameter.key``."""
     packed = {}
     for parameter, state in optimizer.state.items():
@@ -37,7 +37,7 @@ def save_checkpoint(
     run: Path, net: LocalNetwork, optimizers: list[Optimizer], progress: dict[str, Any], loss_sum: Tensor
 ) -> Path:
     """Write ``checkpoints/step-N``; ``progress`` must hold ``step`` and is plain JSON."""
-    names = {parameter: name for name, parameter in net.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in net.named_parameters()}
     optimizer_state = {}
     for index, optimizer in enumerate(optimizers):
         optimizer_state.update(pack_optimizer(index, optimizer, names))
@@ -58,8 +58,7 @@ def save_checkpoint(
     manifest = {
         "schema": SCHEMA,
         "files": {
-            name: {"bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()}
-            for name, blob in files.items()
+            name: {"bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()} for name, blob in files.items()
         },
     }
     _write_synced(partial / "manifest.json", (json.dumps(manifest, indent=2) + "\n").encode())
@@ -119,7 +118,7 @@ def verify_checkpoint(path: Path) -> str | None:
 
 def find_checkpoint(run: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that verifies, and a line for each that was skipped."""
-    skipped = []
+    skipped: list[str] = []
     for path in reversed(list_checkpoints(run)):
         reason = verify_checkpoint(path)
         if reason is None:
@@ -137,9 +136,7 @@ def load_weights(path: Path, net: LocalNetwork) -> None:
         raise UserError(f"{path} does not fit the network of its config.json: {first}") from None
 
 
-def load_training_state(
-    path: Path, net: LocalNetwork, optimizers: list[Optimizer]
-) -> tuple[dict[str, Any], Tensor]:
+def load_training_state(path: Path, net: LocalNetwork, optimizers: list[Optimizer]) -> tuple[dict[str, Any], Tensor]:
     """Optimizer state into ``optimizers``; returns progress and the running loss sum.
 
     Call before a step is captured in a CUDA graph: the state tensors are new.
@@ -151,9 +148,7 @@ def load_training_state(
         index, parameter_name, key = name.split("|")
         parameter = parameters[parameter_name]
         scalar_on_cpu = key == "step" and not optimizers[int(index)].defaults.get("capturable", False)
-        device = (
-            "cpu" if scalar_on_cpu and not optimizers[int(index)].defaults.get("fused") else parameter.device
-        )
+        device = "cpu" if scalar_on_cpu and not optimizers[int(index)].defaults.get("fused") else parameter.device
         state = value.to(device)
         if state.shape == parameter.shape and parameter.dim() == 4:
             state = state.contiguous(memory_format=_memory_format(parameter))

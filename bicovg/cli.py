@@ -11,9 +11,7 @@ from bicovg.config import Config, nearest, override, parse_value, walk_settings
 from bicovg.errors import UserError
 from bicovg.recipes import RECIPES, get_recipe
 
-DESCRIPTION = (
-    "Train convolutional networks without backpropagation through the net (BiCovG, Forward-Forward)."
-)
+DESCRIPTION = "Train convolutional networks without backpropagation through the net (BiCovG, Forward-Forward)."
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,12 +29,12 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> Parser:
     parser = Parser(prog="bicovg", description=DESCRIPTION, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    commands: Any = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     commands.add_parser("recipes", help="list the named recipes")
     train = commands.add_parser(
         "train",
         help="train a recipe (default: the built-in digits)",
-        description="Train a recipe. Every setting is a flag: --optim.lr 0.1, --model.channels 32,64; `bicovg train --help` lists them.",
+        description="Train a recipe. Every setting is a flag, for example --optim.lr 0.1 --model.channels 32,64.",
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -77,12 +75,8 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seeds", type=int, nargs="+", metavar="SEED", help="one run per seed, mean and std at the end"
     )
-    parser.add_argument(
-        "--max-seconds", type=float, metavar="N", help="stop cleanly after N seconds, resumable"
-    )
-    parser.add_argument(
-        "--engine", dest="train.engine", default=argparse.SUPPRESS, help="short for --train.engine"
-    )
+    parser.add_argument("--max-seconds", type=float, metavar="N", help="stop cleanly after N seconds, resumable")
+    parser.add_argument("--engine", dest="train.engine", default=argparse.SUPPRESS, help="short for --train.engine")
     for setting in walk_settings(Config()):
         parser.add_argument(
             f"--{setting.path}", dest=setting.path, metavar="X", default=argparse.SUPPRESS, help=setting.help
@@ -92,9 +86,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 def split_overrides(args: argparse.Namespace, config: Config) -> dict[str, Any]:
     """The config flags among the parsed arguments, as typed values by path."""
     kinds = {setting.path: setting.kind for setting in walk_settings(config)}
-    return {
-        path: parse_value(value, kinds[path], path) for path, value in vars(args).items() if path in kinds
-    }
+    return {path: parse_value(value, kinds[path], path) for path, value in vars(args).items() if path in kinds}
 
 
 def known_flags(parser: argparse.ArgumentParser) -> list[str]:
@@ -146,9 +138,7 @@ def suggest_flags(parser: Parser, words: list[str]) -> None:
     if not words or words[0].startswith("-"):
         return
     if words[0] not in choices:
-        raise UserError(
-            f"unknown command {words[0]!r}{nearest(words[0], list(choices))} (`bicovg --help` lists them)"
-        )
+        raise UserError(f"unknown command {words[0]!r}{nearest(words[0], list(choices))} (`bicovg --help` lists them)")
     if words[0] == "data":
         return
     flags = known_flags(choices[words[0]])

@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bicovg.checkpoint import find_checkpoint, load_weights
 from bicovg.config import Config, override
 from bicovg.diagnostics import mean_gain
 from bicovg.display import combined_rows, summary_table
@@ -52,9 +51,7 @@ def resume(args: argparse.Namespace, changes: dict[str, Any]) -> int:
     movable = {"data.root", "train.device", "train.threads", "train.engine", "data.prefetch"}
     for path in changes:
         if path not in movable:
-            raise UserError(
-                f"--{path} cannot change on --resume: it would be another run; start a new one instead"
-            )
+            raise UserError(f"--{path} cannot change on --resume: it would be another run; start a new one instead")
     run = Path(args.resume)
     return finish(Trainer.resume(run, override(read_config(run), changes)), args.max_seconds)
 
@@ -62,9 +59,8 @@ def resume(args: argparse.Namespace, changes: dict[str, Any]) -> int:
 def finish(trainer: Trainer, max_seconds: float | None, quiet: bool = False) -> int:
     summary = trainer.train(max_seconds)
     if summary is None:
-        print(
-            f"stopped after {max_seconds:g} s at step {trainer.progress.step}; go on with: bicovg train --resume {trainer.run}"
-        )
+        print(f"stopped after {max_seconds:g} s at step {trainer.progress.step}")
+        print(f"go on with: bicovg train --resume {trainer.run}")
         return 0 if not quiet else 1
     wide_console().print(summary_table(summary))
     if not quiet:
@@ -96,9 +92,7 @@ def fuse(args: argparse.Namespace) -> int:
     if len(trainer.net.exits) < 2:
         raise UserError(f"{trainer.run} has a single exit: there is nothing to fuse")
     if args.on == "heldout" and "heldout" not in trainer.loaders:
-        raise UserError(
-            f"{trainer.run} held nothing out: train it with --data.holdout 0.02, or use --on train"
-        )
+        raise UserError(f"{trainer.run} held nothing out: train it with --data.holdout 0.02, or use --on train")
     summary = read_summary(trainer.run)
     record, _ = report_fusion(trainer.logits(args.on), trainer.logits("test"), trainer.config.fusion)
     summary["fusion"][args.on] = record

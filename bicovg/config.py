@@ -42,9 +42,7 @@ class DataConfig:
     image_size: int = _field(8, "side of the network's input image")
     image_channels: int = _field(1, "1 for gray, 3 for colour")
     num_classes: int = _field(10, "number of classes K; must agree with the labels")
-    holdout: float = _field(
-        0.0, "share of the training images held out (seeded, stratified); 0: curves are on test"
-    )
+    holdout: float = _field(0.0, "share of the training images held out (seeded, stratified); 0: curves are on test")
     split_seed: int = _field(0, "seed of the held-out split, the same for every training seed")
     normalise: str = _field("train", "mean and std of: train (this training set) or imagenet")
     resize: int = _field(0, "short side test images are resized to before the centre crop; 0: no resize")
@@ -59,9 +57,7 @@ class ModelConfig:
     method: str = _field("bicovg", "which file of bicovg/methods builds the network")
     channels: tuple[int, ...] = _field((32, 64, 64, 128), "channels of each block")
     pools: tuple[int, ...] = _field((1,), "blocks followed by RMSPool")
-    scales: tuple[tuple[int, ...], ...] = _field(
-        ((2, 4), (2, 4), (1, 2), (1, 2)), "grid scales of each block"
-    )
+    scales: tuple[tuple[int, ...], ...] = _field(((2, 4), (2, 4), (1, 2), (1, 2)), "grid scales of each block")
     groups: tuple[int, ...] = _field((2, 2), "blocks in each group; a FAL stands between groups")
     scope: str = _field("strict", "strict, grouped, hgb or end-to-end")
     group_size: int = _field(1, "blocks per unit for scope hgb")
@@ -102,9 +98,7 @@ class TrainConfig:
     engine: str = _field("auto", "auto, graph, compiled or eager")
     device: str = _field("auto", "auto, cpu or cuda")
     threads: int = _field(0, "CPU threads; 0 leaves torch's choice")
-    eval_every: int = _field(
-        1, "epochs between evaluations of every exit; the last epoch is always evaluated"
-    )
+    eval_every: int = _field(1, "epochs between evaluations of every exit; the last epoch is always evaluated")
     save_every: int = _field(1, "epochs between checkpoints; 0: only at the end and on a clean stop")
 
 
@@ -164,9 +158,7 @@ def parse_value(text: str, kind: Any, path: str) -> Any:
         return text
     try:
         if kind is bool:
-            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[
-                text.lower()
-            ]
+            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
         if typing.get_origin(kind) is tuple:
             return coerce(json.loads(text if text.startswith("[") else f"[{text}]"), kind, path)
         return kind(text)
@@ -234,9 +226,7 @@ def from_json(text: str, origin: str = "config") -> Config:
 
 def _build(kind: Any, tree: Any, prefix: str, origin: str) -> Any:
     if not isinstance(tree, dict):
-        raise UserError(
-            f"{origin}: {prefix.rstrip('.') or 'the top level'} must be an object, not {tree!r:.40}"
-        )
+        raise UserError(f"{origin}: {prefix.rstrip('.') or 'the top level'} must be an object, not {tree!r:.40}")
     hints = typing.get_type_hints(kind)
     names = [item.name for item in fields(kind)]
     for name in tree:
@@ -249,7 +239,5 @@ def _build(kind: Any, tree: Any, prefix: str, origin: str) -> Any:
         hint = hints[name]
         build = _build if is_dataclass(hint) else None
         path = prefix + name
-        values[name] = (
-            build(hint, tree[name], path + ".", origin) if build else coerce(tree[name], hint, path)
-        )
+        values[name] = build(hint, tree[name], path + ".", origin) if build else coerce(tree[name], hint, path)
     return kind(**values)

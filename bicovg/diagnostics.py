@@ -36,9 +36,7 @@ def mean_gain(acc_a: Sequence[float], acc_b: Sequence[float]) -> tuple[float, fl
     A single exit is both halves, so SG and DG are then equal.
     """
     if len(acc_a) != len(acc_b):
-        raise UserError(
-            f"A has {len(acc_a)} exits and B has {len(acc_b)}: compare runs with equally many exits"
-        )
+        raise UserError(f"A has {len(acc_a)} exits and B has {len(acc_b)}: compare runs with equally many exits")
     _check_finite("accuracies of A", acc_a)
     _check_finite("accuracies of B", acc_b)
     gains = [b - a for a, b in zip(acc_a, acc_b, strict=True)]
@@ -52,9 +50,7 @@ def effective_layers(weights: Sequence[float]) -> float:
     largest = max(abs(weight) for weight in weights)
     if largest == 0:
         raise UserError(f"all {len(weights)} fusion weights are 0: give at least one that is not")
-    scaled = [
-        weight / largest for weight in weights
-    ]  # the ratio is scale-free; squares of tiny weights are not
+    scaled = [weight / largest for weight in weights]  # the ratio is scale-free; squares of tiny weights are not
     return math.fsum(scaled) ** 2 / math.fsum(weight * weight for weight in scaled)
 
 

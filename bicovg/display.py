@@ -81,9 +81,7 @@ class Display:
 def summary_table(summary: dict[str, Any]) -> Table:
     """The end of a run: every exit, then every way to combine them, by name."""
     test, weights = summary["test"], (summary["fusion"]["train"] or {}).get("weights")
-    table = Table(
-        title=f"{summary['recipe']}, seed {summary['seed']}, scope {summary['scope']}: test accuracy, %"
-    )
+    table = Table(title=f"{summary['recipe']}, seed {summary['seed']}, scope {summary['scope']}: test accuracy, %")
     for column in ("prediction", "top-1", "top-5", "fusion weight"):
         table.add_column(column, justify="left" if column == "prediction" else "right")
     for row, block in enumerate(summary["exit_blocks"]):

@@ -50,9 +50,7 @@ def make_keys(*parts: int | Tensor) -> Int[Tensor, "..."]:
     """Hash any mix of integers and int64 tensors (broadcast together) into int64 keys."""
     key: int | Tensor = 0
     for part in parts:
-        assert isinstance(part, int) or part.dtype == torch.int64, (
-            "a key part must be an int or an int64 tensor"
-        )
+        assert isinstance(part, int) or part.dtype == torch.int64, "a key part must be an int or an int64 tensor"
         joined = key ^ part
         key = _mix_int(joined & ((1 << 64) - 1)) if isinstance(joined, int) else mix(joined)
     return torch.tensor(key) if isinstance(key, int) else key

@@ -1,7 +1,7 @@
-"""Runs training steps: eager anywhere, compiled or as one captured CUDA graph on a GPU.
+"""Runs training steps: eager anywhere; compiled, or the whole step as one captured CUDA graph, on a GPU.
 
-The captured step holds everything: gather by index, augmentation draws, all units, clipping, optimizer. The host
-only copies the next indices and numbers into static buffers.
+The captured step holds everything: gather by index, augmentation draws, all units, clipping, optimizers. Between two
+replays the host only copies the next indices and a few numbers into static buffers.
 """
 
 from collections.abc import Iterator
@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bicovg.config import Config
-from bicovg.data.loader import Loader
+from bicovg.data.loader import Batch, Loader
 from bicovg.draws import DROPOUT, make_keys
 from bicovg.networks import LocalNetwork
 from bicovg.optim import learning_rate, set_learning_rate
 from bicovg.step import local_step
 
 ENGINES = ("auto", "graph", "compiled", "eager")
+WARMUP_STEPS = 3
 
 
 class Schedule:
@@ -38,9 +39,7 @@ class EagerEngine:
 
     name = "eager"
 
-    def __init__(
-        self, net: LocalNetwork, optimizers: list[Optimizer], config: Config, loader: Loader
-    ) -> None:
+    def __init__(self, net: LocalNetwork, optimizers: list[Optimizer], config: Config, loader: Loader) -> None:
         self.net, self.optimizers, self.config, self.loader = net, optimizers, config, loader
         self.learning_rate = Schedule(config, len(loader))
 
@@ -49,23 +48,135 @@ class EagerEngine:
         for offset, batch in enumerate(self.loader.batches(epoch, start)):
             step = epoch * len(self.loader) + start + offset
             set_learning_rate(self.optimizers, self.learning_rate(step))
-            keys = make_keys(self.config.seed, DROPOUT, step, batch.indices)
-            yield local_step(
-                self.net, self.optimizers, batch.images, batch.labels, keys=keys, **self._settings()
-            )
+            yield self.train_batch(batch, step)
 
-    def _settings(self) -> dict[str, Any]:
+    def train_batch(self, batch: Batch, step: int | Tensor) -> Tensor:
+        """All units once; ``step`` keys the dropout masks."""
         train = self.config.train
-        return {
-            "schedule": train.schedule,
-            "clip_norm": train.clip_norm,
-            "precision": train.precision,
-            "clip_scope": train.clip_scope,
+        return local_step(
+            self.net,
+            self.optimizers,
+            batch.images,
+            batch.labels,
+            schedule=train.schedule,
+            clip_norm=train.clip_norm,
+            precision=train.precision,
+            clip_scope=train.clip_scope,
+            keys=make_keys(self.config.seed, DROPOUT, step, batch.indices),
+        )
+
+
+class CompiledEngine(EagerEngine):
+    """Units compiled by inductor, launched one kernel at a time."""
+
+    name = "compiled"
+
+    def __init__(self, net: LocalNetwork, optimizers: list[Optimizer], config: Config, loader: Loader) -> None:
+        super().__init__(net, optimizers, config, loader)
+        compile_units(net)
+
+
+class GraphEngine(EagerEngine):
+    """The whole step captured once and replayed; needs a GPU and a data set that lives on it."""
+
+    name = "graph"
+
+    def __init__(
+        self, net: LocalNetwork, optimizers: list[Optimizer], config: Config, loader: Loader, compiled: bool = True
+    ) -> None:
+        super().__init__(net, optimizers, config, loader)
+        if compiled:
+            compile_units(net)
+        device = loader.device
+        share = loader.batch_size // loader.world
+        self.indices = torch.arange(share, device=device)
+        self.epoch = torch.zeros((), dtype=torch.int64, device=device)
+        self.step = torch.zeros((), dtype=torch.int64, device=device)
+        self.assemble = torch.compile(loader.assemble, dynamic=False) if compiled else loader.assemble
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.losses: Tensor | None = None
+
+    def _body(self) -> Tensor:
+        return self.train_batch(self.assemble(self.indices, self.epoch), self.step)
+
+    def capture(self) -> None:
+        """Warm up (compile, library search, optimizer state), undo what the warm-up learned, then record."""
+        state = TrainingState(self.net, self.optimizers)
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARMUP_STEPS):
+                self._body()
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.losses = self._body()
+        state.restore()
+
+    def steps(self, epoch: int, start: int = 0) -> Iterator[Tensor]:
+        if self.graph is None:
+            self.capture()
+        assert self.graph is not None
+        assert self.losses is not None
+        order = self.loader.order(epoch).to(self.loader.device)
+        self.epoch.fill_(epoch)
+        for offset in range(start, len(self.loader)):
+            step = epoch * len(self.loader) + offset
+            set_learning_rate(self.optimizers, self.learning_rate(step))
+            self.step.fill_(step)
+            self.indices.copy_(order[slice(*self.loader.share(offset))])
+            self.graph.replay()
+            yield self.losses
+
+
+class TrainingState:
+    """A copy of weights, buffers and optimizer state, put back in place: captured addresses stay valid."""
+
+    def __init__(self, net: LocalNetwork, optimizers: list[Optimizer]) -> None:
+        self.optimizers = optimizers
+        self.tensors = [(t, t.detach().clone()) for t in (*net.parameters(), *net.buffers())]
+        self.moments = {
+            tensor: tensor.clone()
+            for optimizer in optimizers
+            for state in optimizer.state.values()
+            for tensor in state.values()
+            if isinstance(tensor, Tensor)
         }
 
+    @torch.no_grad()
+    def restore(self) -> None:
+        for tensor, copy in self.tensors:
+            tensor.copy_(copy)
+        for optimizer in self.optimizers:
+            for state in optimizer.state.values():
+                for tensor in state.values():
+                    if isinstance(tensor, Tensor):
+                        # state that the warm-up made is zero in a fresh run, for both SGD and AdamW
+                        tensor.copy_(self.moments[tensor]) if tensor in self.moments else tensor.zero_()
 
-def make_engine(
-    net: LocalNetwork, optimizers: list[Optimizer], config: Config, loader: Loader
-) -> EagerEngine:
-    """The engine ``train.engine`` asks for."""
-    return EagerEngine(net, optimizers, config, loader)
+
+def compile_units(net: LocalNetwork) -> None:
+    """Compile each unit's forward; blocks share code objects, so the cache must hold one entry per unit."""
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(net.units) + 64)
+    for unit in net.units:
+        unit.forward = torch.compile(unit.forward, dynamic=False)
+
+
+def make_engine(net: LocalNetwork, optimizers: list[Optimizer], config: Config, loader: Loader) -> EagerEngine:
+    """The engine ``train.engine`` asks for; where it cannot run, the next best, with one line saying why."""
+    wanted, on_gpu = config.train.engine, loader.device.type == "cuda"
+    arguments: tuple[Any, ...] = (net, optimizers, config, loader)
+    if wanted == "eager" or (wanted == "auto" and not on_gpu):
+        return EagerEngine(*arguments)
+    if not on_gpu:
+        if wanted == "compiled":
+            return CompiledEngine(*arguments)
+        print("engine graph needs a CUDA device: running eager", flush=True)
+        return EagerEngine(*arguments)
+    if wanted in ("auto", "graph"):
+        if loader.resident_images is not None:
+            return GraphEngine(*arguments)
+        print("engine graph needs the data set on the device, and it does not fit: running compiled", flush=True)
+    return CompiledEngine(*arguments)

@@ -50,9 +50,7 @@ def report_exits(
         "exits": exits,
         "last": both_accuracies(logits[-1], labels),
         "best_test_chosen": {"exit": best, **both_accuracies(logits[best], labels)},
-        "best_heldout_chosen": None
-        if chosen is None
-        else {"exit": chosen, **both_accuracies(logits[chosen], labels)},
+        "best_heldout_chosen": None if chosen is None else {"exit": chosen, **both_accuracies(logits[chosen], labels)},
         "mean": both_accuracies(mean_logits(logits), labels),
         "diagnostics": {"DA": decline_area(exits["top1"]), "TR": tail_retention(exits["top1"])},
     }
@@ -62,9 +60,7 @@ def report_fusion(
     fit_on: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], config: FusionConfig
 ) -> tuple[dict[str, Any], LogisticFusion]:
     """Fit Logistic Fusion on one split's (logits, labels), measure it on another's."""
-    fusion = (
-        LogisticFusion(len(fit_on[0])).to(fit_on[0].device).fit(*fit_on, steps=config.steps, lr=config.lr)
-    )
+    fusion = LogisticFusion(len(fit_on[0])).to(fit_on[0].device).fit(*fit_on, steps=config.steps, lr=config.lr)
     with torch.no_grad():
         accuracy = both_accuracies(fusion(test[0]), test[1])
     weights = fusion.weights.tolist()

@@ -39,7 +39,7 @@ class LogisticFusion(nn.Module):
         optimizer = torch.optim.Adam(self.parameters(), lr=lr)
         for _ in range(steps):
             optimizer.zero_grad()
-            F.cross_entropy(self(logits), labels).backward()
+            torch.autograd.backward(F.cross_entropy(self(logits), labels))
             optimizer.step()
         return self
 
@@ -49,9 +49,7 @@ def top_k_accuracy(logits: Float[Tensor, "b k"], labels: Int[Tensor, " b"], k: i
     true = logits.gather(1, labels[:, None])
     # a rival with an equal logit counts as larger: a constant predictor scores 0, not 100
     larger = (logits >= true).sum(dim=1) - 1
-    return (
-        100.0 * ((larger >= 0) & (larger < k)).double().mean().item()
-    )  # a NaN logit compares false: larger is -1
+    return 100.0 * ((larger >= 0) & (larger < k)).double().mean().item()  # a NaN logit compares false: larger is -1
 
 
 def first_best(accuracies: list[float]) -> int:

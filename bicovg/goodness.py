@@ -8,6 +8,7 @@ overlap its cells at 7x7, s = 2, which is not the paper's partition.
 """
 
 import math
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float
@@ -23,7 +24,7 @@ def widen(x: Tensor) -> Tensor:
 def cell_bounds(size: int, scale: int) -> list[tuple[int, int]]:
     """First and past-last index of each of ``scale`` cells that tile ``size`` without overlap."""
     edges = [i * size // scale for i in range(scale + 1)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(pairwise(edges))
 
 
 def mean_cells(x: Float[Tensor, "b c h w"], scale: int) -> Float[Tensor, "b c s s"]:
@@ -53,9 +54,7 @@ def project_channels(f: Float[Tensor, "b c h w"], weight: Float[Tensor, "n c"]) 
     return F.conv2d(f, weight[:, :, None, None])
 
 
-def cross_channel_energy(
-    f: Float[Tensor, "b c h w"], weight: Float[Tensor, "n c"], scale: int
-) -> Float[Tensor, "b d"]:
+def cross_channel_energy(f: Float[Tensor, "b c h w"], weight: Float[Tensor, "n c"], scale: int) -> Float[Tensor, "b d"]:
     """Energy of N learned channel mixtures, (B, N * s * s).
 
     ``g[b, k, i, j] = mean over cell (i, j) of (sum_c weight[k, c] f[b, c, h, w])^2``
@@ -98,6 +97,7 @@ class BiCovG(nn.Module):
                 f"{channels} channels cannot be divided by reduction {reduction}: choose a reduction that divides them"
             )
         self.scales = tuple(scales)
+        self.plain = False  # True: the plain function on a GPU too
         projections = channels // reduction if cross_channel else 0
         self.dim = sum((channels + projections) * s * s for s in scales)
         self.weight: nn.Parameter | None = None
@@ -106,6 +106,11 @@ class BiCovG(nn.Module):
             self.weight = nn.Parameter(torch.empty(projections, channels).uniform_(-bound, bound))
 
     def forward(self, f: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d"]:
+        if f.is_cuda and not self.plain:
+            from bicovg.kernels.goodness import fused_available, fused_bicovg
+
+            if fused_available(f):
+                return fused_bicovg(f, self.weight, self.scales)
         return bicovg(f, self.weight, self.scales)
 
     def extra_repr(self) -> str:

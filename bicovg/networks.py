@@ -127,9 +127,7 @@ def local_network(
                     dropout=dropout,
                     batch_norm=batch_norm,
                     num_classes=num_classes,
-                    goodness=_goodness(index, widths[index], grid, reduction, cross_channel)
-                    if judged
-                    else None,
+                    goodness=_goodness(index, widths[index], grid, reduction, cross_channel) if judged else None,
                     alignment=FeatureAlignment(before, hidden) if index in places else None,
                 )
             )
@@ -138,9 +136,7 @@ def local_network(
     return LocalNetwork(units, stem)
 
 
-def _goodness(
-    index: int, channels: int, scales: tuple[int, ...], reduction: int, cross_channel: bool
-) -> BiCovG:
+def _goodness(index: int, channels: int, scales: tuple[int, ...], reduction: int, cross_channel: bool) -> BiCovG:
     try:
         return BiCovG(channels, scales, reduction, cross_channel)
     except ValueError as error:
@@ -168,9 +164,7 @@ class ClassicVGG16(nn.Module):
     CHANNELS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
     POOLS = (1, 3, 6, 9, 12)
 
-    def __init__(
-        self, num_classes: int, in_channels: int = 3, width: float = 1.0, dropout: float = 0.5
-    ) -> None:
+    def __init__(self, num_classes: int, in_channels: int = 3, width: float = 1.0, dropout: float = 0.5) -> None:
         super().__init__()
         widths = [int(c * width) for c in self.CHANNELS]
         self.convs = nn.ModuleList(
@@ -211,9 +205,7 @@ class ClassicVGG16(nn.Module):
         return loss_credit(None, [F.cross_entropy(logits[0].float(), labels)])
 
 
-def vgg16_classic(
-    num_classes: int, in_channels: int = 3, width: float = 1.0, dropout: float = 0.5
-) -> LocalNetwork:
+def vgg16_classic(num_classes: int, in_channels: int = 3, width: float = 1.0, dropout: float = 0.5) -> LocalNetwork:
     """The classic VGG-16 (134,670,244 parameters at 100 classes): end-to-end, one exit."""
     return LocalNetwork([ClassicVGG16(num_classes, in_channels, width, dropout)])
 

@@ -17,11 +17,7 @@ def make_optimizers(net: LocalNetwork, config: OptimConfig, device: torch.device
     made: list[Optimizer] = []
     for unit in net.units:
         if config.name == "adamw":
-            made.append(
-                AdamW(
-                    unit.parameters(), lr, weight_decay=config.weight_decay, fused=on_gpu, capturable=on_gpu
-                )
-            )
+            made.append(AdamW(unit.parameters(), lr, weight_decay=config.weight_decay, fused=on_gpu, capturable=on_gpu))
         elif config.name == "sgd":
             made.append(
                 SGD(
@@ -46,10 +42,13 @@ def learning_rate(step: int, steps: int, warmup_steps: int, lr: float, lr_min: f
 
 
 def set_learning_rate(optimizers: list[Optimizer], lr: float) -> None:
-    """Into the device tensor where there is one, else as a number."""
+    """Into the device tensor where there is one (all units share it), else as a number."""
+    shared: set[torch.Tensor] = set()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(lr)
+                shared.add(group["lr"])
             else:
                 group["lr"] = lr
+    for tensor in shared:
+        tensor.fill_(lr)

@@ -55,9 +55,7 @@ def combine(logits: Float[Tensor, "e b k"], head: str, run: Path, exits: list[in
         fitted = read_summary(run)["fusion"]
         record = fitted["heldout"] or fitted["train"]
         if record is None:
-            raise UserError(
-                f"{run} has no fusion weights: fit them with `bicovg fuse {run}`, or use --head mean"
-            )
+            raise UserError(f"{run} has no fusion weights: fit them with `bicovg fuse {run}`, or use --head mean")
         return torch.einsum("e,ebk->bk", logits.new_tensor(record["weights"]), logits)
     if head.isdecimal() and int(head) in exits:
         return logits[exits.index(int(head))]

@@ -10,15 +10,15 @@ from bicovg.backbones import VGG8, VGG16, Backbone
 from bicovg.config import AugmentConfig, Config, DataConfig, ModelConfig, OptimConfig, TrainConfig, nearest
 from bicovg.errors import UserError
 
+Row = tuple[str, str, dict[str, object]]
+
 RECIPES: dict[str, Callable[[], Config]] = {}
 
 
 def get_recipe(name: str) -> Config:
     """The complete config of a named recipe."""
     if name not in RECIPES:
-        raise UserError(
-            f"unknown recipe {name!r}{nearest(name, list(RECIPES))} (`bicovg recipes` lists them)"
-        )
+        raise UserError(f"unknown recipe {name!r}{nearest(name, list(RECIPES))} (`bicovg recipes` lists them)")
     return RECIPES[name]()
 
 
@@ -28,9 +28,7 @@ def _register(name: str, about: str, build: Callable[[], Config]) -> None:
 
 
 def _model(backbone: Backbone, **changes: object) -> ModelConfig:
-    base = ModelConfig(
-        channels=backbone.channels, pools=backbone.pools, scales=backbone.scales, groups=backbone.groups
-    )
+    base = ModelConfig(channels=backbone.channels, pools=backbone.pools, scales=backbone.scales, groups=backbone.groups)
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
@@ -101,7 +99,7 @@ ABLATION: dict[str, dict[str, object]] = {
 }
 
 
-def _rows(family: str, base: Callable[..., Config], rows: list[tuple[str, str, dict[str, object]]]) -> None:
+def _rows(family: str, base: Callable[..., Config], rows: list[Row]) -> None:
     for suffix, about, changes in rows:
         _register(f"{family}-{suffix}" if suffix else family, about, lambda changes=changes: base(**changes))  # type: ignore[misc]
 
@@ -117,7 +115,7 @@ def _fill() -> None:
             ("bp", "ours: end-to-end backprop, same net, one exit", {"scope": "end-to-end"}),
         ],
     )
-    shared: list[tuple[str, str, dict[str, object]]] = [
+    shared: list[Row] = [
         ("per-channel", "ablation: per-channel goodness", ABLATION["per-channel"]),
         ("cc", "ablation: + cross-channel", ABLATION["cc"]),
         ("ms", "ablation: + multi-scale", ABLATION["ms"]),
@@ -125,13 +123,17 @@ def _fill() -> None:
         ("r16", "ablation: reduction r = 16", {"reduction": 16}),
     ]
     ours = [(suffix, f"ours: {about}", changes) for suffix, about, changes in shared]
-    grouped = (
+    grouped: Row = (
         "grouped",
         "ours: graph cut at group boundaries only, FAL",
         {"scope": "grouped", "alignment": True},
     )
-    deep = ("bp-deep", "ours: end-to-end, a loss at every block", {"scope": "end-to-end", "exits": "all"})
-    ckpt = (
+    deep: Row = (
+        "bp-deep",
+        "ours: end-to-end, a loss at every block",
+        {"scope": "end-to-end", "exits": "all"},
+    )
+    ckpt: Row = (
         "bp-checkpointed",
         "ours: end-to-end, one exit, activation checkpointing",
         {"scope": "end-to-end", "checkpointing": True},

@@ -26,13 +26,9 @@ def new_run_folder(config: Config, out: str | None) -> Path:
     try:
         path.mkdir(parents=True)
     except FileExistsError:
-        raise UserError(
-            f"--out {path} exists: choose another folder, or continue it with --resume {path}"
-        ) from None
+        raise UserError(f"--out {path} exists: choose another folder, or continue it with --resume {path}") from None
     except OSError as error:
-        raise UserError(
-            f"cannot create {path}: {error.strerror}; choose a writable folder with --out"
-        ) from None
+        raise UserError(f"cannot create {path}: {error.strerror}; choose a writable folder with --out") from None
     (path / "config.json").write_text(to_json(config))
     return path
 
@@ -51,9 +47,7 @@ def read_summary(run: Path) -> dict[str, Any]:
     path = run / "summary.json"
     if not path.is_file():
         read_config(run)
-        raise UserError(
-            f"{run} has no summary.json: the run is unfinished; continue it with train --resume {run}"
-        )
+        raise UserError(f"{run} has no summary.json: the run is unfinished; continue it with train --resume {run}")
     try:
         summary: dict[str, Any] = json.loads(path.read_text())
     except ValueError:
@@ -95,9 +89,7 @@ def find_commit() -> str | None:
 
     def git(*words: str) -> str | None:
         try:
-            done = subprocess.run(
-                ["git", "-C", str(here), *words], capture_output=True, text=True, timeout=10
-            )
+            done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, timeout=10)
         except (OSError, subprocess.TimeoutExpired):
             return None
         return done.stdout.strip() if done.returncode == 0 else None

@@ -48,9 +48,7 @@ def teaching_credit(output: Tensor | None, losses: Tensor, activation: Tensor, t
     return Credit(output, losses, [(activation, teaching)])
 
 
-def delta_credit(
-    output: Tensor | None, losses: Tensor, updates: Iterable[tuple[nn.Parameter, Tensor]]
-) -> Credit:
+def delta_credit(output: Tensor | None, losses: Tensor, updates: Iterable[tuple[nn.Parameter, Tensor]]) -> Credit:
     """Credit by explicit updates: SGD with learning rate 1 moves each parameter by exactly its delta."""
     return Credit(output, losses, updates=list(updates))
 

@@ -61,9 +61,7 @@ def check_step(schedule: str, clip_norm: float | None, clip_scope: str, precisio
     if clip_scope not in ("unit", "global"):
         raise ValueError(f"clip scope {clip_scope!r} is unknown: choose unit or global")
     if precision == "float16":
-        raise ValueError(
-            "precision float16 is refused: its squares overflow above 256; use bfloat16 or float32"
-        )
+        raise ValueError("precision float16 is refused: its squares overflow above 256; use bfloat16 or float32")
     if precision not in PRECISIONS:
         raise ValueError(f"precision {precision!r} is unknown: choose float32 or bfloat16")
     if clip_norm is not None and clip_scope == "global" and schedule == "interleaved":

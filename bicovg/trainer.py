@@ -116,9 +116,7 @@ class Trainer:
         trainer = cls(config, run, build_on(config, device), load_splits(config.data), device)
         path, _ = find_checkpoint(run)
         if path is None:
-            raise UserError(
-                f"{run} has no usable checkpoint yet: train it with `bicovg train --resume {run}`"
-            )
+            raise UserError(f"{run} has no usable checkpoint yet: train it with `bicovg train --resume {run}`")
         return trainer._ready(path, writing=False)
 
     def _ready(self, checkpoint: Path | None, writing: bool = True) -> "Trainer":
@@ -185,7 +183,7 @@ class Trainer:
 
     def _close_epoch(self, display: Display) -> None:
         """Evaluate, log, show; then the next epoch begins."""
-        loader, progress, config = self.loaders["train"], self.progress, self.config.train
+        progress, config = self.progress, self.config.train
         steps = progress.step_in_epoch - self._epoch_start
         timing: dict[str, Any] = {
             "epoch": progress.epoch,

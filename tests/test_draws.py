@@ -214,18 +214,14 @@ def test_permutation_holds_every_index_once(size: int, seed: int, epoch: int) ->
 
 def test_permutations_of_different_epochs_and_seeds_differ() -> None:
     orders = {
-        tuple(draw_permutation(50, seed, draws.ORDER, epoch).tolist())
-        for seed in range(5)
-        for epoch in range(20)
+        tuple(draw_permutation(50, seed, draws.ORDER, epoch).tolist()) for seed in range(5) for epoch in range(20)
     }
     assert len(orders) == 100
 
 
 def test_every_permutation_of_four_is_equally_likely() -> None:
     weights = torch.tensor([64, 16, 4, 1])
-    codes = torch.stack(
-        [(draw_permutation(4, 0, draws.ORDER, epoch) * weights).sum() for epoch in range(2400)]
-    )
+    codes = torch.stack([(draw_permutation(4, 0, draws.ORDER, epoch) * weights).sum() for epoch in range(2400)])
     _, counts = torch.unique(codes, return_counts=True)
     assert counts.numel() == 24
     assert_flat(counts.double())

@@ -47,9 +47,7 @@ def test_spatial_energy_matches_the_textbook(case: tuple[int, torch.Tensor, int]
 
 
 @given(maps(), st.integers(1, 3))
-def test_cross_channel_energy_matches_the_textbook(
-    case: tuple[int, torch.Tensor, int], projections: int
-) -> None:
+def test_cross_channel_energy_matches_the_textbook(case: tuple[int, torch.Tensor, int], projections: int) -> None:
     seed, f, scale = case
     weight = random_tensor(seed + 1, projections, f.shape[1])
     assert_matches(
@@ -105,9 +103,7 @@ def test_adaptive_pooling_is_not_the_partition_used_at_seven_by_seven() -> None:
 @given(maps())
 def test_cell_means_times_cell_sizes_add_up_to_the_total(case: tuple[int, torch.Tensor, int]) -> None:
     _, x, scale = case
-    heights, widths = (
-        torch.tensor([end - start for start, end in cell_bounds(size, scale)]) for size in x.shape[2:]
-    )
+    heights, widths = (torch.tensor([end - start for start, end in cell_bounds(size, scale)]) for size in x.shape[2:])
     total = (mean_cells(x, scale) * heights[:, None] * widths).sum(dim=(2, 3))
     torch.testing.assert_close(total, x.sum(dim=(2, 3)))
 
@@ -152,9 +148,7 @@ def test_two_cell_energy_sees_where_pixels_stand() -> None:
 
 
 @given(maps(smallest=2), st.floats(-8.0, 8.0))
-def test_scaling_f_by_a_scales_goodness_by_a_squared(
-    case: tuple[int, torch.Tensor, int], factor: float
-) -> None:
+def test_scaling_f_by_a_scales_goodness_by_a_squared(case: tuple[int, torch.Tensor, int], factor: float) -> None:
     seed, f, _ = case
     weight = random_tensor(seed + 1, 2, f.shape[1])
     torch.testing.assert_close(bicovg(factor * f, weight, (1, 2)), factor**2 * bicovg(f, weight, (1, 2)))
@@ -217,9 +211,7 @@ def test_goodness_of_a_zero_map_and_its_gradient_are_zero() -> None:
 # The modules
 
 
-@pytest.mark.parametrize(
-    ("channels", "scales", "dim"), [(128, (2, 4), 2880), (256, (1, 2), 1440), (512, (1, 2), 2880)]
-)
+@pytest.mark.parametrize(("channels", "scales", "dim"), [(128, (2, 4), 2880), (256, (1, 2), 1440), (512, (1, 2), 2880)])
 def test_dimensions_of_the_paper(channels: int, scales: tuple[int, ...], dim: int) -> None:
     goodness = BiCovG(channels, scales)
     assert goodness.dim == dim
@@ -230,9 +222,7 @@ def test_dimensions_of_the_paper(channels: int, scales: tuple[int, ...], dim: in
 @pytest.mark.parametrize("reduction", [4, 8, 16])
 @pytest.mark.parametrize("scales", [(1,), (1, 2), (2, 4)])
 @pytest.mark.parametrize("cross_channel", [False, True])
-def test_dim_states_the_width_of_the_output(
-    scales: tuple[int, ...], reduction: int, cross_channel: bool
-) -> None:
+def test_dim_states_the_width_of_the_output(scales: tuple[int, ...], reduction: int, cross_channel: bool) -> None:
     goodness = BiCovG(16, scales, reduction, cross_channel)
     assert goodness(torch.randn(3, 16, 5, 6)).shape == (3, goodness.dim)
 

@@ -173,9 +173,7 @@ def test_layers_do_not_depend_on_the_memory_format(layer) -> None:  # type: igno
 
 
 @given(seeds, batches, channels, sizes, st.floats(0.0, 0.95))
-def test_keyed_dropout_matches_the_textbook_under_its_mask(
-    seed: int, B: int, C: int, H: int, drop: float
-) -> None:
+def test_keyed_dropout_matches_the_textbook_under_its_mask(seed: int, B: int, C: int, H: int, drop: float) -> None:
     x = random_tensor(seed, B, C, H, 3)
     keys = make_keys(seed, DROPOUT, torch.arange(B))
     keep = keep_mask(keys, C * H * 3, drop)
@@ -214,9 +212,7 @@ def test_keyed_dropout_keeps_the_dtype_and_ignores_the_memory_format() -> None:
 
 
 @given(seeds, batches, channels, sizes, sizes, st.integers(1, 4))
-def test_feature_alignment_matches_the_textbook(
-    seed: int, B: int, C: int, H: int, W: int, hidden: int
-) -> None:
+def test_feature_alignment_matches_the_textbook(seed: int, B: int, C: int, H: int, W: int, hidden: int) -> None:
     h = random_tensor(seed, B, C, H, W)
     w1, w2 = random_tensor(seed + 1, hidden, C), random_tensor(seed + 2, C, hidden)
     assert_matches(feature_alignment, textbook.feature_alignment, h, w1, w2)

@@ -22,9 +22,7 @@ IDS = ["strict", "strict-fal", "grouped-fal", "hgb2-fal", "bp", "bp-deep"]
 
 def make_net(seed=0, **options):
     torch.manual_seed(seed)
-    return local_network(
-        4, (8, 16, 16, 16), (1,), ((2, 4), (1, 2), (1, 2), (1, 2)), groups=(2, 2), hidden=8, **options
-    )
+    return local_network(4, (8, 16, 16, 16), (1,), ((2, 4), (1, 2), (1, 2), (1, 2)), groups=(2, 2), hidden=8, **options)
 
 
 def make_optimizers(net, name):
@@ -119,8 +117,8 @@ def test_prediction_is_the_same_whatever_the_labels():
     before = net.eval()(images)
     shuffled = labels[torch.randperm(len(labels))]
     assert torch.equal(before, net(images))
-    credit_a = [unit for unit in net.units][0].learn(images, labels)
-    credit_b = [unit for unit in net.units][0].learn(images, shuffled)
+    credit_a = net.units[0].learn(images, labels)
+    credit_b = net.units[0].learn(images, shuffled)
     assert torch.equal(credit_a.output, credit_b.output)
 
 

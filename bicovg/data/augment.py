@@ -229,7 +229,8 @@ def adjust_hue(x: Images, shift: Factor) -> Images:
     sextant = torch.where(value == green, 2 + (blue - red) / safe, 4 + (red - green) / safe)
     sextant = torch.where(value == red, (green - blue) / safe, sextant) + 6 * shift[:, None, None]
     turns = [torch.remainder(n + sextant, 6.0) for n in (5, 3, 1)]
-    return torch.stack([value - chroma * torch.minimum(k, 4 - k).clamp(0.0, 1.0) for k in turns], dim=1)
+    channels = [value - chroma * torch.minimum(k, 4 - k).clamp(0.0, 1.0) for k in turns]
+    return torch.stack(channels, dim=-1).permute(0, 3, 1, 2)  # stays channels_last
 
 
 def to_grayscale(x: Images, chosen: Mask) -> Images:
@@ -278,9 +279,7 @@ def augment(
     """
     a, (B, H, W, _) = augmentation, images.shape
     if sizes is not None and not a.output_size:
-        raise UserError(
-            f"images of several sizes need one output size: {a} has no resized_crop or centre_crop"
-        )
+        raise UserError(f"images of several sizes need one output size: {a} has no resized_crop or centre_crop")
     if sizes is None:
         sizes = torch.stack([torch.full((B,), n, device=images.device) for n in (H, W)], dim=1)
     flip = draws[:, FLIP] < 0.5 if a.flip else None

@@ -47,21 +47,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     sizes.add_argument("--short-side", type=int, metavar="N", help="short side N, whole width kept")
     pack.add_argument("--format", help="parquet, cifar-binary, tiny-imagenet, image-tree or class-folders")
     pack.add_argument("--classes", type=Path, metavar="FILE", help="class folders to use, in label order")
-    pack.add_argument(
-        "--test-share", type=float, default=0.2, metavar="X", help="for class folders without splits"
-    )
+    pack.add_argument("--test-share", type=float, default=0.2, metavar="X", help="for class folders without splits")
     pack.add_argument("--jobs", type=int, metavar="N", help="decoding threads (default: one per core)")
     pack.add_argument("--force", action="store_true", help="replace a store of that name")
-    pack.add_argument(
-        "--max-rejected", type=float, default=0.001, metavar="X", help="share that may be unusable"
-    )
+    pack.add_argument("--max-rejected", type=float, default=0.001, metavar="X", help="share that may be unusable")
     verify = commands.add_parser("verify", help="read every byte of a store and compare its hashes")
     verify.add_argument("name", metavar="NAME")
     listing = commands.add_parser("list", help="list the packed data sets")
     for command in (pack, verify, listing):
-        command.add_argument(
-            "--root", metavar="DIR", help="folder of the stores (default: $BICOVG_DATA or ./data)"
-        )
+        command.add_argument("--root", metavar="DIR", help="folder of the stores (default: $BICOVG_DATA or ./data)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,9 +94,7 @@ class PlainProgress:
         self.printed = now
         rate = done / (now - self.started)
         left = (total - done) / max(rate, 1e-9)
-        print(
-            f"{label}: {done:,} of {total:,} {self.unit}, {rate:,.0f}/s, {left:.0f} s left", file=sys.stderr
-        )
+        print(f"{label}: {done:,} of {total:,} {self.unit}, {rate:,.0f}/s, {left:.0f} s left", file=sys.stderr)
 
 
 @contextmanager
@@ -168,9 +160,7 @@ def _run_pack(args: argparse.Namespace) -> int:
     options = {"jobs": args.jobs, "force": args.force, "max_rejected": args.max_rejected}
     try:
         with _show_progress("images") as progress:
-            store = pack(
-                source, root, args.name, size=size, short_side=short_side, progress=progress, **options
-            )
+            store = pack(source, root, args.name, size=size, short_side=short_side, progress=progress, **options)
     except RejectedImages as error:
         _print_rejected(error.rejected)
         raise

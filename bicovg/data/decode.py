@@ -47,21 +47,29 @@ _FRAME_HEADERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _BARE_MARKERS = frozenset([0x00, 0x01, *range(0xD0, 0xDA)])  # no length follows these
 
 
-def _jpeg_size(data: bytes) -> tuple[int, int] | None:
+def _find_frame(data: bytes) -> int:
+    """Where a JPEG's frame header begins, walking its markers as libjpeg does; -1 if it has none."""
     at = 2
-    while (at := data.find(b"\xff", at)) >= 0 and at + 9 <= len(data):
+    while (at := data.find(b"\xff", at)) >= 0 and at + 10 <= len(data):
         marker = data[at + 1]
         if marker in _FRAME_HEADERS:
-            return int.from_bytes(data[at + 7 : at + 9]), int.from_bytes(data[at + 5 : at + 7])
+            return at
         if marker == 0xDA:  # the scan begins: no frame header came before it
-            return None
+            return -1
         if marker == 0xFF:
             at += 1
         elif marker in _BARE_MARKERS:
             at += 2
         else:
             at += 2 + int.from_bytes(data[at + 2 : at + 4])
-    return None
+    return -1
+
+
+def _jpeg_size(data: bytes) -> tuple[int, int] | None:
+    at = _find_frame(data)
+    if at < 0:
+        return None
+    return int.from_bytes(data[at + 7 : at + 9]), int.from_bytes(data[at + 5 : at + 7])
 
 
 def _png_size(data: bytes) -> tuple[int, int] | None:
@@ -105,9 +113,7 @@ def read_header(data: bytes) -> tuple[str, int, int] | str:
     elif not any(data[:64]):
         return "the file begins with zero bytes"
     else:
-        kind = next(
-            (kind for magic, kind in _REFUSED if data.lstrip().startswith(magic)), "of unknown format"
-        )
+        kind = next((kind for magic, kind in _REFUSED if data.lstrip().startswith(magic)), "of unknown format")
         return f"the file is {kind}, not one of {', '.join(FORMATS)}"
     if size is None or min(size) < 1:
         return f"the {name} header is damaged"
@@ -138,24 +144,43 @@ def _fit(image: Image.Image, size: int | None, short_side: int | None, max_pixel
     if short_side is not None and short != short_side:
         width, height = width * short_side // short, height * short_side // short
         if width * height > max_pixels:
-            return (
-                f"it would be {width}x{height} with a short side of {short_side}, above {max_pixels} pixels"
-            )
+            return f"it would be {width}x{height} with a short side of {short_side}, above {max_pixels} pixels"
         return image.resize((width, height), Image.Resampling.BILINEAR)
     return image
+
+
+def _finish(image: Image.Image, size: int | None, short_side: int | None, max_pixels: int) -> Pixels | str:
+    fitted = _fit(image, size, short_side, max_pixels)
+    if isinstance(fitted, str):
+        return fitted
+    return np.frombuffer(fitted.tobytes(), np.uint8).reshape(fitted.height, fitted.width, 3)
+
+
+def _jpeg_mode(data: bytes) -> str | None:
+    """Pillow's mode of an 8-bit gray or three-component JPEG; other kinds are left to Pillow's own parser."""
+    at = _find_frame(data)
+    return {1: "L", 3: "RGB"}.get(data[at + 9]) if data[at + 4] == 8 else None
+
+
+def _decode_jpeg(data: bytes, mode: str, width: int, height: int) -> Image.Image:
+    """Hand the file to libjpeg directly: same pixels as ``Image.open``, a third less time for small images.
+
+    What is saved is Pillow's parser, which is Python, holds the interpreter lock and finds nothing we need.
+    libjpeg reads the size itself, and Pillow refuses a file whose size is not the one given here.
+    """
+    try:
+        image = Image.frombytes(mode, (width, height), data, "jpeg", (mode, ""))
+    except ValueError as error:
+        raise ValueError("the JPEG data end early or cannot be decoded") from error
+    return image if mode == "RGB" else image.convert("RGB")
 
 
 def fit_pixels(pixels: Pixels, size: int | None = None, short_side: int | None = None) -> Pixels | str:
     """Raw pixels resized as ``decode_image`` resizes decoded ones; unchanged when they fit already."""
     short = min(pixels.shape[:2])
-    if (
-        size in (None, short)
-        and short_side in (None, short)
-        and (size is None or pixels.shape[0] == pixels.shape[1])
-    ):
+    if size in (None, short) and short_side in (None, short) and (size is None or pixels.shape[0] == pixels.shape[1]):
         return pixels
-    fitted = _fit(Image.fromarray(np.ascontiguousarray(pixels)), size, short_side, MAX_PIXELS)
-    return fitted if isinstance(fitted, str) else np.asarray(fitted)
+    return _finish(Image.fromarray(np.ascontiguousarray(pixels)), size, short_side, MAX_PIXELS)
 
 
 def _explain(error: Exception) -> str:
@@ -183,6 +208,8 @@ def decode_image(
     if width * height > max_pixels:
         return f"the image is {width}x{height}, above the limit of {max_pixels} pixels"
     try:
+        if name == "JPEG" and (mode := _jpeg_mode(data)):
+            return _finish(_decode_jpeg(data, mode, width, height), size, short_side, max_pixels)
         if name == "PNG":  # Pillow's loader skips the checksums of the image data
             with Image.open(io.BytesIO(data), formats=(name,)) as image:
                 image.verify()
@@ -190,7 +217,6 @@ def decode_image(
             if image.width * image.height > max_pixels:
                 return f"the image is {image.width}x{image.height}, above the limit of {max_pixels} pixels"
             image.load()
-            fitted = _fit(_to_rgb(image), size, short_side, max_pixels)
-            return fitted if isinstance(fitted, str) else np.asarray(fitted)
+            return _finish(_to_rgb(image), size, short_side, max_pixels)
     except Exception as error:  # damaged files raise nearly every type inside Pillow's parsers
         return _explain(error)

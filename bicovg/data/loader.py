@@ -117,12 +117,12 @@ class VariableImages:
 
 def choose(count: int, labels: Any, subset: Any) -> tuple[Indices, Tensor]:
     """The positions a source offers (all of them by default) and their labels."""
-    values = np.array(labels, dtype=np.int64)
+    values = np.asarray(labels).astype(np.int64)
     if len(values) != count:
         raise UserError(f"{count} images have {len(values)} labels: give one label per image")
-    chosen = np.arange(count) if subset is None else np.array(subset, dtype=np.int64)
-    if len(chosen) == 0 or chosen.min() < 0 or chosen.max() >= count:
-        raise UserError(f"a source needs one or more positions in 0..{count - 1}: got {chosen}")
+    chosen = np.arange(count) if subset is None else np.asarray(subset).astype(np.int64)
+    if len(chosen) and not 0 <= chosen.min() <= chosen.max() < count:
+        raise UserError(f"subset {chosen} leaves the {count} images: give positions in 0..{count - 1}")
     return chosen, torch.from_numpy(values[chosen])
 
 
@@ -218,25 +218,24 @@ class Loader:
             images[piece[0] : piece[-1] + 1] = torch.from_numpy(source.gather(piece)).to(self.device)
         return images
 
-    def _share(self, step: int) -> tuple[int, int]:
+    def share(self, step: int) -> tuple[int, int]:
         """Where this rank's part of global batch ``step`` begins and ends in the order."""
         begin = step * self.batch_size
         count = min(self.batch_size, len(self.source) - begin)
         return begin + self.rank * count // self.world, begin + (self.rank + 1) * count // self.world
 
     def __len__(self) -> int:
-        """Batches per epoch on this rank."""
         steps = len(self.source) // self.batch_size
-        begin, end = self._share(steps)
+        begin, end = self.share(steps)
         return steps + (not self.drop_last and end > begin)
 
     def order(self, epoch: int) -> Int[Tensor, " n"]:
         """The epoch's order of all samples, on the CPU, the same on every rank."""
-        count = len(self.source)
-        return draw_permutation(count, self.seed, ORDER, epoch) if self.shuffle else torch.arange(count)
+        n = len(self.source)
+        return draw_permutation(n, self.seed, ORDER, epoch) if self.shuffle else torch.arange(n)
 
     def assemble(self, indices: Whole, epoch: Int[Tensor, ""], images: Bytes | None = None) -> Batch:
-        """The batch at ``indices`` of the resident data set, or of ``images``; fit for compile and capture."""
+        """The batch at ``indices`` of the resident data, or of ``images``; fit for compile and capture."""
         if images is None:
             assert self.resident_images is not None, "no resident data set to take images from"
             images = self.resident_images.index_select(0, indices)
@@ -260,7 +259,7 @@ class Loader:
                     now = torch.cuda.current_stream(self.device)
                     now.wait_event(arrived)
                     images.record_stream(now)
-                yield self.assemble(on_device[slice(*self._share(step))], when, images)
+                yield self.assemble(on_device[slice(*self.share(step))], when, images)
 
     def _fetch_ahead(self, order: Indices, start_step: int) -> Generator[tuple[Any, Any], None, None]:
         """What ``_fetch`` returns for each step, by a thread that is up to ``prefetch`` steps ahead.
@@ -289,13 +288,13 @@ class Loader:
         """
         if self.resident_images is not None:
             return None, None
-        indices = order[slice(*self._share(step))]
+        indices = order[slice(*self.share(step))]
         # the canvas of the whole global batch, so that it does not depend on the number of ranks
         canvas = self.source.batch_shape(order[step * self.batch_size : (step + 1) * self.batch_size])[1:]
         pinned = self.copy_stream is not None
         host = torch.empty((len(indices), *canvas), dtype=torch.uint8, pin_memory=pinned)
         self.source.gather(indices, host.numpy())
-        if self.copy_stream is None:
+        if not pinned:
             return host, None
         with torch.cuda.stream(self.copy_stream):
             return host.to(self.device, non_blocking=True), self.copy_stream.record_event()

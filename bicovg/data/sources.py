@@ -32,10 +32,7 @@ def _detect_in_folder(path: Path) -> str:
         return "parquet"
     if (path / "train.bin").is_file() and (path / "test.bin").is_file():
         return "cifar-binary"
-    if (
-        all((path / name).is_file() for name in ("train", "test", "meta"))
-        or (path / "data_batch_1").is_file()
-    ):
+    if all((path / name).is_file() for name in ("train", "test", "meta")) or (path / "data_batch_1").is_file():
         raise refuse_pickle(path)
     if (path / "wnids.txt").is_file() and (path / "val" / "val_annotations.txt").is_file():
         return "tiny-imagenet"

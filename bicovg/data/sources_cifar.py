@@ -54,9 +54,7 @@ def _open_member(path: Path, name: str) -> Iterator[tuple[IO[bytes], int]]:
 def _count_records(path: Path, name: str) -> int:
     with _open_member(path, name) as (_, size):
         if size == 0 or size % RECORD:
-            raise UserError(
-                f"{name} of {path} has {size} bytes, not a multiple of {RECORD}: fetch the archive again"
-            )
+            raise UserError(f"{name} of {path} has {size} bytes, not a multiple of {RECORD}: fetch the archive again")
         return size // RECORD
 
 

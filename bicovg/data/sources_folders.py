@@ -21,9 +21,7 @@ Listing = list[tuple[str, int]]  # (path relative to the source's root, label)
 
 def list_folders(folder: Path) -> list[str]:
     """Names of the sub-folders that are not hidden, sorted."""
-    return sorted(
-        entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")
-    )
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
 
 
 def _list_images(root: Path, folder: Path) -> list[str]:
@@ -77,9 +75,7 @@ def read_tiny_imagenet(root: Path) -> Source:
     for line in read_lines(annotations):
         name, wnid, *_ = [*line.split("\t"), ""]
         if wnid not in labels or "/" in name:
-            raise UserError(
-                f"{annotations} has the line {line!r}, whose class is not in wnids.txt: correct it"
-            )
+            raise UserError(f"{annotations} has the line {line!r}, whose class is not in wnids.txt: correct it")
         test.append((f"val/images/{name}", labels[wnid]))
     splits = {"train": _list_classes(root, root / "train", wnids, "images"), "test": test}
     classes = tuple(f"{wnid}\t{words[wnid]}" if wnid in words else wnid for wnid in wnids)
@@ -87,9 +83,7 @@ def read_tiny_imagenet(root: Path) -> Source:
     return _make_source("tiny-imagenet", root, classes, splits, whole_files=whole)
 
 
-def _choose_classes(
-    folder: Path, class_list: Path | None
-) -> tuple[list[str], tuple[str, ...], dict[str, object]]:
+def _choose_classes(folder: Path, class_list: Path | None) -> tuple[list[str], tuple[str, ...], dict[str, object]]:
     """Folder names in label order, their class names, and the option to record."""
     present = list_folders(folder)
     if class_list is None:
@@ -112,9 +106,7 @@ def read_image_tree(root: Path, class_list: Path | None = None) -> Source:
             if list_folders(root / name):
                 splits[name] = root / name
             elif name != "test":  # ILSVRC's test images have no labels: not used
-                raise UserError(
-                    f"{root / name} holds no class folders: sort its images into one folder per class"
-                )
+                raise UserError(f"{root / name} holds no class folders: sort its images into one folder per class")
     if set(splits) == {"train"}:
         raise UserError(
             f"{root} has train images only: add a test or val folder, "
@@ -125,9 +117,7 @@ def read_image_tree(root: Path, class_list: Path | None = None) -> Source:
     for split, folder in named.items():
         unknown = sorted(set(list_folders(folder)) - set(list_folders(named["train"])))
         if unknown:
-            raise UserError(
-                f"class {unknown[0]!r} of the {split} split has no folder in {named['train']}: add it"
-            )
+            raise UserError(f"class {unknown[0]!r} of the {split} split has no folder in {named['train']}: add it")
     listings = {split: _list_classes(root, folder, folders) for split, folder in named.items()}
     return _make_source("image-tree", root, classes, listings, options=options)
 

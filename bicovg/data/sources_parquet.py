@@ -35,15 +35,11 @@ def _group_shards(folder: Path) -> dict[str, list[Path]]:
         groups.setdefault(match["split"], []).append(path)
         shards = groups[match["split"]]
         if match["part"] is not None and int(match["part"]) != len(shards) - 1:
-            raise UserError(
-                f"the shard before {path.name} is missing in {folder}: fetch all {match['parts']} shards"
-            )
+            raise UserError(f"the shard before {path.name} is missing in {folder}: fetch all {match['parts']} shards")
     for shards in groups.values():
         match = _SHARD.fullmatch(shards[-1].name)
         if match is not None and match["parts"] is not None and int(match["parts"]) != len(shards):
-            raise UserError(
-                f"{folder} has {len(shards)} of {match['parts']} {match['split']} shards: fetch all"
-            )
+            raise UserError(f"{folder} has {len(shards)} of {match['parts']} {match['split']} shards: fetch all")
     return {split: groups[name] for name, split in name_splits(groups, folder).items()}
 
 
@@ -62,9 +58,7 @@ def _open_shard(path: Path) -> tuple[Any, str, str]:
         picked.append(present[0])
     image_type = str(schema.field(picked[0]).type)
     if not (image_type.startswith("struct<") and "bytes: " in image_type):
-        raise UserError(
-            f"column {picked[0]!r} of {path} is {image_type}: it must be a struct with a field `bytes`"
-        )
+        raise UserError(f"column {picked[0]!r} of {path} is {image_type}: it must be a struct with a field `bytes`")
     return shard, picked[0], picked[1]
 
 
@@ -80,7 +74,8 @@ def _read_samples(shards: list[Path]) -> Iterator[Sample]:
     for path in shards:
         shard, image_column, label_column = _open_shard(path)
         row = 0
-        for batch in shard.iter_batches(_ROWS, columns=[image_column, label_column], use_threads=False):
+        columns = [f"{image_column}.bytes", label_column]
+        for batch in shard.iter_batches(_ROWS, columns=columns, use_threads=False):
             images = batch.column(image_column).field("bytes").to_pylist()
             for image, label in zip(images, batch.column(label_column).to_pylist(), strict=True):
                 yield Sample(f"{path.name}[{row}]", image or b"", label)
@@ -99,9 +94,7 @@ def _name_classes(folder: Path, labels: dict[str, np.ndarray]) -> tuple[tuple[st
 def read_parquet(folder: Path) -> Source:
     """Shards ``{train,test,valid,validation,val}-*.parquet`` of an image struct and a label."""
     shards = _group_shards(folder)
-    labels = {
-        split: np.concatenate([_read_labels(path) for path in paths]) for split, paths in shards.items()
-    }
+    labels = {split: np.concatenate([_read_labels(path) for path in paths]) for split, paths in shards.items()}
     classes, name_file = _name_classes(folder, labels)
     for split, values in labels.items():
         wrong = values[(values < 0) | (values >= len(classes))]

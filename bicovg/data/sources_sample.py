@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
@@ -14,8 +15,7 @@ SPLITS = ("train", "valid", "test")
 _ALIASES = {"train": "train", "test": "test", "val": "valid", "valid": "valid", "validation": "valid"}
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """One labelled image, not yet decoded.
 
     Attributes:
@@ -90,7 +90,5 @@ def read_class_list(path: Path) -> dict[str, str]:
     if not classes:
         raise UserError(f"class list {path} is empty: write one class folder name a line")
     if len(classes) < len(pairs):
-        raise UserError(
-            f"class list {path} names {len(pairs) - len(classes)} classes twice: remove the repetitions"
-        )
+        raise UserError(f"class list {path} names {len(pairs) - len(classes)} classes twice: remove the repetitions")
     return classes

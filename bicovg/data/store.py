@@ -97,9 +97,7 @@ class _Packing:
         finally:
             writer.close(sync=finished)
         if done != total:
-            raise UserError(
-                f"the {split} split gave {done} images where {total} were announced: fetch it again"
-            )
+            raise UserError(f"the {split} split gave {done} images where {total} were announced: fetch it again")
         return writer
 
     def _count(self, chunk: Chunk, split: str) -> None:
@@ -124,9 +122,7 @@ class _Packing:
         for split, counts in self.class_counts.items():
             if not counts.all():
                 name = self.source.classes[int(np.flatnonzero(counts == 0)[0])]
-                raise UserError(
-                    f"class {name!r} has no usable image in the {split} split: add one or drop the class"
-                )
+                raise UserError(f"class {name!r} has no usable image in the {split} split: add one or drop the class")
 
     def hash_source(self) -> str:
         """Hash of (name, hash of content) of every file read, in the order of their names."""
@@ -189,9 +185,7 @@ def _check_request(source: Source, root: Path, target: Path, fit: Fit, force: bo
     need = sum(source.counts.values()) * 3 * (fit.size or 0) ** 2
     free = shutil.disk_usage(root).free
     if need > free:
-        raise UserError(
-            f"{root} has {free >> 20} MiB free and the store needs {need >> 20} MiB: free space there"
-        )
+        raise UserError(f"{root} has {free >> 20} MiB free and the store needs {need >> 20} MiB: free space there")
 
 
 def pack(

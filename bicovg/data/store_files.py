@@ -3,8 +3,8 @@
 ``<root>/<name>/`` holds per split ``<split>.images`` (uint8, every image row-major H, W, RGB, one after the
 other), ``<split>.labels`` (int32) and, when sizes differ, ``<split>.index`` (int64 rows: byte offset, height,
 width), all little-endian; ``store.json``, the description with the hash of every file; and ``store.sha256``,
-the hash of ``store.json``. A store being written is called ``<name>.partial-<pid>`` and renamed when all of it
-is on disk.
+the hash of ``store.json``. A store being written is called ``<name>.partial-<pid>`` and renamed when it is all
+on disk.
 """
 
 import hashlib
@@ -59,9 +59,7 @@ def remove_stale(root: Path, name: str) -> list[str]:
     for folder in stale:
         pid = folder.name.rpartition("-")[2]
         if pid.isdigit() and _is_running(int(pid)):
-            raise UserError(
-                f"process {pid} is packing {name} now: wait for it, or delete {folder} if it is not"
-            )
+            raise UserError(f"process {pid} is packing {name} now: wait for it, or delete {folder} if it is not")
         shutil.rmtree(folder)
     return [folder.name for folder in stale]
 

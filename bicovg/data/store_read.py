@@ -33,14 +33,10 @@ class PackedSplit:
             self.index = np.fromfile(folder / f"{name}.index", "<i8").astype(np.int64).reshape(-1, 3)
             ends = self.index[:, 0] + 3 * self.index[:, 1] * self.index[:, 2]
             if len(self.index) != count or (self.index[1:, 0] != ends[:-1]).any():
-                raise UserError(
-                    f"{folder / name}.index does not describe {count} images: pack the data set again"
-                )
+                raise UserError(f"{folder / name}.index does not describe {count} images: pack the data set again")
             expected = int(ends[-1])
         if len(self.labels) != count or len(self.flat) != expected:
-            raise UserError(
-                f"the {name} files in {folder} do not hold {count} images: pack the data set again"
-            )
+            raise UserError(f"the {name} files in {folder} do not hold {count} images: pack the data set again")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -49,9 +45,7 @@ class PackedSplit:
     def images(self) -> UInt8[np.ndarray, "n h w 3"]:
         """All images at once; only a store of one size has this."""
         if self.size is None:
-            raise UserError(
-                f"images of the {self.name} split differ in size: read them one by one with .image(i)"
-            )
+            raise UserError(f"images of the {self.name} split differ in size: read them one by one with .image(i)")
         return self.flat.reshape(len(self), *self.size, 3)
 
     def image(self, i: int) -> UInt8[np.ndarray, "h w 3"]:

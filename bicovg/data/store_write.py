@@ -15,7 +15,7 @@ import numpy as np
 from bicovg.data.decode import MAX_BYTES, Pixels, decode_image, fit_pixels
 from bicovg.data.sources_sample import Sample
 
-_CHUNK_BYTES = 4 << 20  # decoded bytes a task aims at: many small images, or a few large ones
+_CHUNK_BYTES = 1 << 20  # decoded bytes a task aims at: many small images, or a few large ones
 _BLOCK = 3 * 1024
 _BLOCK_ROWS = 4096  # 4096 * 255^2 fits uint32
 
@@ -27,7 +27,7 @@ Progress = Callable[[str, int, int], None]  # (split or file, done, total)
 class Chunk:
     """The outcome of decoding a few consecutive samples."""
 
-    pixels: np.ndarray
+    pixels: bytearray = field(default_factory=bytearray)
     sizes: list[tuple[int, int]] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
     rejected: list[tuple[str, str]] = field(default_factory=list)
@@ -77,18 +77,15 @@ def _decode(sample: Sample, fit: Fit, chunk: Chunk) -> Pixels | str:
 
 def decode_chunk(samples: list[Sample], fit: Fit) -> Chunk:
     """Decode ``samples`` in order into one run of bytes."""
-    chunk = Chunk(np.empty(0, np.uint8), seen=len(samples))
-    images = []
+    chunk = Chunk(seen=len(samples))
     for sample in samples:
         image = _decode(sample, fit, chunk)
         if isinstance(image, str):
             chunk.rejected.append((sample.name, image))
             continue
-        images.append(image.reshape(-1))
+        chunk.pixels += np.ascontiguousarray(image).data  # the image's own memory is free for the next one
         chunk.sizes.append((image.shape[0], image.shape[1]))
         chunk.labels.append(sample.label)
-    if images:
-        chunk.pixels = np.concatenate(images)
     return chunk
 
 
@@ -127,8 +124,9 @@ class ChannelSums:
         self.sums = [0, 0, 0]
         self.squares = [0, 0, 0]
 
-    def add(self, pixels: np.ndarray) -> None:
-        """``pixels`` is a run of RGB triples; adding whole blocks keeps numpy on its fast path."""
+    def add(self, run: bytes | bytearray) -> None:
+        """``run`` holds RGB triples; summing whole blocks keeps numpy on its fast path."""
+        pixels = np.frombuffer(run, np.uint8)
         self.count += len(pixels) // 3
         for start in range(0, len(pixels), _BLOCK * _BLOCK_ROWS):
             part = pixels[start : start + _BLOCK * _BLOCK_ROWS]
@@ -161,10 +159,10 @@ class SplitWriter:
         self.written = dict.fromkeys(self.names, 0)
         self.sizes: set[tuple[int, int]] = set()
 
-    def _append(self, kind: str, values: np.ndarray) -> None:
-        self.streams[kind].write(values.data)
-        self.hashes[kind].update(values.data)
-        self.written[kind] += values.nbytes
+    def _append(self, kind: str, content: bytes | bytearray) -> None:
+        self.streams[kind].write(content)
+        self.hashes[kind].update(content)
+        self.written[kind] += len(content)
 
     def append(self, chunk: Chunk) -> None:
         if not chunk.labels:
@@ -173,8 +171,8 @@ class SplitWriter:
         lengths = 3 * shapes[:, 0] * shapes[:, 1]
         offsets = self.written["images"] + np.cumsum(lengths) - lengths
         self._append("images", chunk.pixels)
-        self._append("labels", np.array(chunk.labels, dtype="<i4"))
-        self._append("index", np.ascontiguousarray(np.column_stack([offsets, shapes]), dtype="<i8"))
+        self._append("labels", np.array(chunk.labels, dtype="<i4").tobytes())
+        self._append("index", np.column_stack([offsets, shapes]).astype("<i8").tobytes())
         self.sizes.update(chunk.sizes)
 
     def close(self, sync: bool) -> None:

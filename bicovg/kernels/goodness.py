@@ -2,14 +2,14 @@
 
 ``fused_bicovg`` equals ``bicovg.goodness.bicovg``, the definition and oracle. Legend as there; p = W f.
 
-* Forward: a program sums f^2 and p^2 over a tile of pixels, channel block by channel block, in float32. When the tile
-  holds whole samples (small maps) it writes g itself; otherwise a second, tiny kernel adds the tile sums up in a fixed
-  order. Nothing is atomic, so results repeat bit for bit.
-* Backward: ``df = 2 A f + W^T (2 B p)`` and ``dW = sum (2 B p) f^T``, A and B being the cell gradients of all scales,
-  divided by the cell sizes. Each worker owns one block of channels, keeps W and its dW on the chip and loops over
-  tiles; the workers' dW are then summed. When one block holds all channels, p is recomputed; otherwise (many channels)
-  recomputing it would read f several times, so the forward pass stores p, N / C of f's bytes.
-* bfloat16 f: products with bfloat16 operands, float32 sums. float32 f: products in full float32 ("ieee", not tf32).
+* Forward: a program sums f^2 and p^2 over a tile of pixels, channel block by channel block, in float32. When
+  the tile holds whole samples (small maps) it writes g itself; otherwise a second, tiny kernel adds the tile
+  sums in a fixed order. Nothing is atomic, so results repeat bit for bit.
+* Backward: ``df = 2 A f + W^T (2 B p)`` and ``dW = sum (2 B p) f^T``, A and B being the cell gradients of all
+  scales divided by the cell sizes. Each worker owns one block of channels, keeps W and its dW on the chip and
+  loops over tiles; the workers' dW are summed last. When one block holds all channels, p is recomputed;
+  otherwise that would read f several times, so the forward pass stores p, N / C of f's bytes.
+* bfloat16 f: bfloat16 operands, float32 sums. float32 f: products in full float32 ("ieee", not tf32).
 
 f is used in channels_last order; another order is copied first. There is no double backward.
 """
@@ -18,8 +18,6 @@ import importlib.util
 import math
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,100 +25,24 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bicovg.goodness import bicovg
+from bicovg.kernels.tiles import (
+    backward_tile,
+    cut_batch,
+    device_guard,
+    forward_tile,
+    next_power,
+    stores_projection,
+)
 
 MOST_PROJECTIONS = 256  # p of one tile must fit the register file
-MOST_DIRECT_CELLS = 32  # the direct path unrolls over cells
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Launch shape: rows and channels of a tile (powers of two >= 16), warps, pipeline stages, programs per SM."""
-
-    pixels: int
-    channels: int
-    warps: int = 4
-    stages: int = 3
-    per_sm: int = 2
-
-
-# Measured bests by (C, H); anything else, and float32, takes the rules in forward_tile and backward_tile.
-FORWARD: dict[tuple[int, int], Tile] = {}
-BACKWARD: dict[tuple[int, int], Tile] = {}
-
-
-def _power(n: int) -> int:
-    """The smallest power of two >= n."""
-    return 1 << (n - 1).bit_length()
-
-
 def fused_available(f: Tensor) -> bool:
-    """Whether the fused kernels run on f: CUDA with Triton, or Triton's interpreter (TRITON_INTERPRET=1, float32)."""
+    """Whether the fused kernels run on f: on CUDA with Triton, or in Triton's interpreter (float32 only)."""
     if f.is_cuda:
         return _HAS_TRITON and f.dtype in (torch.bfloat16, torch.float32)
     return _HAS_TRITON and f.dtype == torch.float32 and os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def stores_projection(channels: int, dtype: torch.dtype) -> bool:
-    """Whether the forward pass keeps p for the backward pass (see the module's header)."""
-    return dtype != torch.bfloat16 or channels > 256
-
-
-def forward_tile(C: int, N: int, H: int, W: int, scales: Sequence[int], dtype: torch.dtype) -> Tile:
-    """Launch shape of the forward kernel: whole samples for small maps, else large tiles that reuse W."""
-    if dtype != torch.bfloat16:
-        return Tile(16 if _power(N) > 64 else 32, 32, 4, 2)
-    if (C, H) in FORWARD:
-        return FORWARD[C, H]
-    L = math.lcm(*scales)
-    sample = _power(L * L) * _power(math.ceil(H / L) * math.ceil(W / L))
-    if sample <= 64:
-        return Tile(max(16, sample), 128, 4, 3)
-    rows = 64 if _power(N) > 64 else 128
-    return Tile(rows, 64, 8 if N > 32 else 4, 3)
-
-
-def backward_tile(C: int, N: int, H: int, dtype: torch.dtype) -> Tile:
-    """Launch shape of the backward kernel; ``channels`` covers all of C when p is recomputed."""
-    if dtype != torch.bfloat16:
-        return Tile(32, 32, 4, 2)
-    if (C, H) in BACKWARD:
-        return BACKWARD[C, H]
-    if not stores_projection(C, dtype):
-        block = max(16, _power(C))
-        return Tile(64 if N <= 64 else 32, block, 4 if block <= 128 and N <= 32 else 8, 2)
-    return Tile(64, 128 if N <= 64 else 64, 8, 3)
-
-
-@dataclass(frozen=True)
-class _Grid:
-    """How a batch of maps is cut into tiles; field names as in ``goodness_triton``."""
-
-    L: int
-    AP: int
-    T: int
-    G: int
-    Q: int
-    tiles: int
-    direct: bool
-
-
-def _cut(B: int, H: int, W: int, scales: Sequence[int], rows: int, whole: bool) -> _Grid:
-    """Cut B maps into tiles of ``rows`` pixel slots; ``whole`` asks for whole samples a tile where they fit."""
-    L = math.lcm(*scales)
-    largest = math.ceil(H / L) * math.ceil(W / L)
-    Q = min(_power(largest), rows)
-    T = math.ceil(largest / Q)
-    cells = sum(s * s for s in scales)
-    direct = whole and T == 1 and _power(L * L) * Q <= rows and cells <= MOST_DIRECT_CELLS
-    AP = _power(L * L) if direct else L * L
-    G = rows // Q
-    return _Grid(L, AP, T, G, Q, math.ceil(B * AP / G) * T, direct)
-
-
-def _guard(f: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device: make it f's."""
-    return torch.cuda.device(f.device) if f.is_cuda else nullcontext()
 
 
 def _scale_pair(scales: Sequence[int]) -> tuple[int, int]:
@@ -128,22 +50,22 @@ def _scale_pair(scales: Sequence[int]) -> tuple[int, int]:
 
 
 def launch_forward(g: Tensor, p: Tensor, f: Tensor, weight: Tensor | None, scales: Sequence[int]) -> None:
-    """Fill g (B, D), and p (B * H * W, N) unless it is empty, from channels_last f and weight of f's dtype."""
+    """Fill g (B, D), and p (B * H * W, N) unless it is empty; f channels_last, weight of f's dtype."""
     from bicovg.kernels.goodness_triton import combine_kernel, forward_kernel
 
     B, C, H, W = f.shape
     N = 0 if weight is None else weight.shape[0]
     S1, S2 = _scale_pair(scales)
     tile = forward_tile(C, N, H, W, scales, f.dtype)
-    cut = _cut(B, H, W, scales, tile.pixels, whole=True)
+    cut = cut_batch(B, H, W, scales, tile.pixels, whole=True)
     out = g if cut.direct else g.new_empty(B * cut.AP * cut.T * (C + N))
-    with _guard(f):
+    with device_guard(f):
         forward_kernel[(cut.tiles,)](
             out, p, f, f if weight is None else weight, B,
             C=C, N=N, H=H, W=W, L=cut.L, S1=S1, S2=S2, AP=cut.AP, T=cut.T, G=cut.G, Q=cut.Q,
-            BC=min(tile.channels, max(16, _power(C))), NP=max(16, _power(N)) if N else 16,
+            BC=min(tile.channels, max(16, next_power(C))), NP=max(16, next_power(N)) if N else 16,
             DIRECT=cut.direct, KEEP=p.numel() > 0, PRECISION="ieee",
-            STAGES=tile.stages, num_warps=tile.warps,
+            STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers,
         )  # fmt: skip
         if not cut.direct:
             block = 256
@@ -156,34 +78,32 @@ def launch_forward(g: Tensor, p: Tensor, f: Tensor, weight: Tensor | None, scale
 def launch_backward(
     df: Tensor, grad: Tensor, f: Tensor, weight: Tensor | None, p: Tensor, scales: Sequence[int], mask: bool
 ) -> Tensor:
-    """Fill df (f's layout) and return dW (N, C) float32; f and df channels_last, p empty when it was not kept."""
+    """Fill df and return dW (N, C) float32; f and df channels_last, p empty when it was not kept."""
     from bicovg.kernels.goodness_backward_triton import backward_kernel
 
     B, C, H, W = f.shape
     N = 0 if weight is None else weight.shape[0]
     S1, S2 = _scale_pair(scales)
-    tile = backward_tile(C, N, H, f.dtype)
-    cut = _cut(B, H, W, scales, tile.pixels, whole=False)
-    block = min(tile.channels, max(16, _power(C)))
+    tile = backward_tile(C, N, H, W, scales, f.dtype)
+    cut = cut_batch(B, H, W, scales, tile.pixels, whole=False)
+    block = min(tile.channels, max(16, next_power(C)))
     assert p.numel() or not N or block >= C, "p can be recomputed only from all channels"
     chunks = math.ceil(C / block)
     sms = torch.cuda.get_device_properties(f.device).multi_processor_count if f.is_cuda else 2
     workers = max(1, min(cut.tiles, tile.per_sm * sms // chunks))
     part = torch.empty((workers, N, C), dtype=torch.float32, device=f.device)
-    with _guard(f):
+    with device_guard(f):
         backward_kernel[(chunks, workers)](
             df, part, grad, f, f if weight is None else weight, p, B, cut.tiles, workers,
             C=C, N=N, H=H, W=W, L=cut.L, S1=S1, S2=S2, T=cut.T, G=cut.G, Q=cut.Q,
-            BC=block, NP=max(16, _power(N)) if N else 16,
+            BC=block, NP=max(16, next_power(N)) if N else 16,
             KEPT=p.numel() > 0, MASK=mask, PRECISION="ieee",
-            STAGES=tile.stages, num_warps=tile.warps,
+            STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers,
         )  # fmt: skip
     return part.sum(dim=0)
 
 
-def _forward_outputs(
-    f: Tensor, weight: Tensor | None, scales: Sequence[int], keep: bool
-) -> tuple[Tensor, Tensor]:
+def _forward_outputs(f: Tensor, weight: Tensor | None, scales: Sequence[int], keep: bool) -> tuple[Tensor, Tensor]:
     """Uninitialised g and p; p is empty when it need not be kept."""
     B, C, H, W = f.shape
     N = 0 if weight is None else weight.shape[0]
@@ -200,7 +120,7 @@ def _forward_outputs(
 def goodness_op(
     f: Tensor, weight: Tensor | None, cast: Tensor | None, scales: Sequence[int], keep: bool, relu_mask: bool
 ) -> tuple[Tensor, Tensor]:
-    """g and, where the backward pass wants it, p. ``weight`` gets the gradient, ``cast`` (f's dtype) the work."""
+    """g and, where the backward pass wants it, p; ``cast`` is ``weight`` in f's dtype, made once for both."""
     g, p = _forward_outputs(f, weight, scales, keep)
     cast = None if cast is None else cast.contiguous()
     launch_forward(g, p, f.contiguous(memory_format=torch.channels_last), cast, scales)

@@ -1,4 +1,5 @@
 """Triton kernel of the fused goodness's backward pass; vocabulary and geometry in ``goodness_triton``."""
+# mypy: disallow-untyped-decorators=False
 
 import triton
 import triton.language as tl
@@ -20,7 +21,7 @@ def load_slopes(
     S1: tl.constexpr,
     S2: tl.constexpr,
 ) -> tl.tensor:
-    """(G, channels): 2 * sum over scales of d loss / d mean energy of the atom's cell / pixels of that cell."""
+    """(G, channels): 2 * sum over scales of the gradient of the atom's cell / the pixels of that cell."""
     b, i, j, ok = find_atoms(slot, batch, L, L * L)
     D: tl.constexpr = K * (S1 * S1 + S2 * S2)
     row = grad + b.to(tl.int64) * D
@@ -38,9 +39,7 @@ def load_slopes(
 
 
 @triton.jit
-def scale_rows(
-    x: tl.tensor, slope: tl.tensor, G: tl.constexpr, Q: tl.constexpr, BC: tl.constexpr
-) -> tl.tensor:
+def scale_rows(x: tl.tensor, slope: tl.tensor, G: tl.constexpr, Q: tl.constexpr, BC: tl.constexpr) -> tl.tensor:
     """Multiply the Q rows of each atom by the atom's slopes."""
     return tl.reshape(tl.reshape(x.to(tl.float32), [G, Q, BC]) * slope[:, None, :], [G * Q, BC])
 

@@ -1,9 +1,10 @@
 """Triton kernels of the fused goodness; launched by ``bicovg.kernels.goodness``, which explains the design.
 
-Vocabulary: the map is cut into L x L *atoms* (L = lcm of the scales, edges floor(i * H / L)), so every cell of every
-scale is a rectangle of whole atoms. A tile is G atoms of Q pixel slots each; slots past an atom's edge are masked.
-A large atom is cut into T steps of Q slots. f is (B, H, W, C) in memory, K = C + N energies a pixel.
+Vocabulary: the map is cut into L x L *atoms* (L = lcm of the scales, edges floor(i * H / L)), so every cell
+of every scale is a rectangle of whole atoms. A tile is G atoms of Q pixel slots each; slots past an atom's
+edge are masked. A large atom is cut into T steps of Q slots. f is (B, H, W, C) in memory, K = C + N energies.
 """
+# mypy: disallow-untyped-decorators=False
 
 import triton
 import triton.language as tl
@@ -11,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def find_atoms(slot: tl.tensor, batch: tl.tensor, L: tl.constexpr, AP: tl.constexpr) -> tl.tensor:
-    """Sample, atom row, atom column and existence of each atom slot; AP slots a sample, L * L of them in use."""
+    """Sample, atom row, atom column and existence of each atom slot (AP slots a sample, L * L in use)."""
     b = slot // AP
     a = slot % AP
     return b, a // L, a % L, (b < batch) & (a < L * L)
@@ -48,10 +49,10 @@ def cell_size(i: tl.tensor, j: tl.tensor, H: tl.constexpr, W: tl.constexpr, S: t
 
 @triton.jit
 def tile_mask(ok: tl.tensor, c: tl.tensor, C: tl.constexpr, BC: tl.constexpr) -> tl.tensor:
-    """Rows that exist times columns that exist; no column test when blocks divide C, which keeps loads wide."""
+    """Rows and columns that exist; no column test when blocks divide C, which keeps loads wide."""
     if C % BC == 0:
         return ok[:, None]
-    else:
+    else:  # noqa: RET505  (Triton compiles only the branch taken when both are written out)
         return ok[:, None] & (c < C)[None, :]
 
 
@@ -112,7 +113,7 @@ def store_energy(
     BC: tl.constexpr,
     DIRECT: tl.constexpr,
 ) -> None:
-    """Atom sums (G, BC): straight into g when the tile holds whole samples, else into the (B, L * L, T, K) parts."""
+    """Atom sums (G, BC): into g when the tile holds whole samples, else into the (B, L * L, T, K) parts."""
     if DIRECT:
         D: tl.constexpr = K * (S1 * S1 + S2 * S2)
         store_cells(out, energy, ch, ch_ok, first, batch, D, 0, S1, H, W, L, AP, G, BC)
@@ -221,7 +222,7 @@ def combine_kernel(
     T: tl.constexpr,
     BD: tl.constexpr,
 ) -> None:
-    """Atom sums to cell means of both scales; the second grid axis runs over the blocks of scale 1, then scale 2."""
+    """Atom sums to cell means; the second grid axis runs over the blocks of scale 1, then of scale 2."""
     D: tl.constexpr = K * (S1 * S1 + S2 * S2)
     blocks: tl.constexpr = (K * S1 * S1 + BD - 1) // BD
     b = tl.program_id(0)

@@ -15,9 +15,7 @@ def build_network(model: ModelConfig, num_classes: int, in_channels: int) -> Loc
     """The network a config describes, on the current default device."""
     known = [module.name for module in pkgutil.iter_modules(__path__)]
     if model.method not in known:
-        raise UserError(
-            f"unknown method {model.method!r}{nearest(model.method, known)} (known: {', '.join(known)})"
-        )
+        raise UserError(f"unknown method {model.method!r}{nearest(model.method, known)} (known: {', '.join(known)})")
     module = importlib.import_module(f"{__name__}.{model.method}")
     net: LocalNetwork = module.build(model, num_classes, in_channels)
     return net

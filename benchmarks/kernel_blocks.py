@@ -1,0 +1,104 @@
+"""Shared by the kernel benchmarks: the recipes' block shapes, random inputs, timing, parallel compilation."""
+
+import math
+import multiprocessing
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import bicovg.kernels.goodness
+import bicovg.kernels.tail  # noqa: F401  (both register their operators)
+
+PEAK = 4.3e12  # bytes a second: a large copy, measured on an H200
+LAST = torch.channels_last
+
+
+class Block(NamedTuple):
+    recipe: str
+    batch: int
+    channels: int
+    size: int
+    scales: tuple[int, ...]
+    pool: bool
+
+    def __str__(self) -> str:
+        return f"{self.recipe:9} B{self.batch} C{self.channels} {self.size}x{self.size}"
+
+
+BLOCKS = [
+    *(Block("vgg8", 128, c, h, s, p) for c, h, s, p in (
+        (128, 32, (2, 4), False), (256, 32, (1, 2), True), (256, 16, (1, 2), False), (512, 16, (1, 2), True),
+        (512, 8, (1, 2), True), (512, 4, (1, 2), True), (512, 2, (1, 2), False))),
+    *(Block("vgg16-64", 256, c, h, s, p) for c, h, s, p in (
+        (128, 64, (2, 4), True), (256, 32, (1, 2), True), (512, 16, (1, 2), False), (512, 8, (1, 2), True),
+        (512, 4, (1, 2), False))),
+    *(Block("vgg16-224", 128, c, h, s, p) for c, h, s, p in (
+        (128, 112, (2, 4), True), (256, 56, (1, 2), True), (512, 28, (1, 2), True), (512, 14, (1, 2), False),
+        (512, 7, (1, 2), False))),
+]  # fmt: skip
+
+
+def draw(block: Block, dtype: torch.dtype, last: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Fresh f, W, dg and dropout keys."""
+    _, B, C, H, scales, _ = block
+    f = torch.randn(B, C, H, H, device="cuda", dtype=dtype).relu_()
+    w = torch.randn(C // 8, C, device="cuda") / math.sqrt(C)
+    grad = torch.randn(B, sum(C * 9 // 8 * s * s for s in scales), device="cuda")
+    keys = torch.randint(-(1 << 62), 1 << 62, (B,), device="cuda")
+    return f.contiguous(memory_format=LAST) if last else f, w, grad, keys
+
+
+def cast(f: Tensor, w: Tensor) -> Tensor:
+    return w.to(f.dtype)
+
+
+def forward(block: Block, f: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    out: tuple[Tensor, Tensor] = torch.ops.bicovg.goodness(f, w, cast(f, w), list(block.scales), True, True)
+    return out
+
+
+def microseconds(call: Callable[[int], Any], sets: int, budget: float = 0.06) -> float:
+    """Median time of ``call(i)``, i running over the input sets inside one captured graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for i in range(min(sets, 3)):
+            call(i)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(sets):
+            call(i)
+    times: list[float] = []
+    while len(times) < 5 or (sum(times) < budget * 1e3 and len(times) < 50):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times[1:]) * 1e3 / sets
+
+
+def input_sets(block: Block) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Enough bfloat16 inputs that one round leaves the cache, where few enough suffice."""
+    size = 2 * block.batch * block.channels * block.size**2
+    return [draw(block, torch.bfloat16) for _ in range(min(32, 1 + int(2e8) // size))]
+
+
+def build_all(worker: Callable[[Any], Any], tasks: list[Any]) -> list[Any]:
+    """Run ``worker`` over the tasks in parallel processes; exceptions come back as results."""
+    results: list[Any] = []
+    with multiprocessing.get_context("spawn").Pool(12) as pool:
+        for handle in [pool.apply_async(worker, (task,)) for task in tasks]:
+            try:
+                results.append(handle.get(timeout=120))
+            except Exception as error:
+                results.append(error)
+    return results

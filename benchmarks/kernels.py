@@ -1,0 +1,293 @@
+"""Checks and times the fused kernels on one CUDA GPU, at every block shape of every recipe.
+
+    python benchmarks/kernels.py                 check, then time against eager and compiled PyTorch
+    python benchmarks/kernels.py --only check    (or time)
+    python benchmarks/kernels.py --sweep         time launch shapes, for the tables in bicovg/kernels/tiles.py
+
+Times are medians of captured graphs that rotate over enough inputs to leave the cache. GB/s counts the fewest
+bytes: forward reads f; backward reads f and writes df; tail reads f and writes h.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from kernel_blocks import BLOCKS, PEAK, Block, build_all, cast, draw, forward, input_sets, microseconds
+from kernel_sweep import run_sweep
+from torch import Tensor
+
+from bicovg.goodness import bicovg
+from bicovg.kernels.goodness import fused_bicovg
+from bicovg.kernels.tail import fused_tail
+from bicovg.layers import keyed_dropout, rms_norm, rms_pool
+
+LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
+COMPILED = (0, 9, 13)  # blocks also timed against torch.compile, which takes long to compile
+
+
+def plain_tail(f: Tensor, pool: bool, drop: float, keys: Tensor) -> Tensor:
+    return rms_norm(keyed_dropout(rms_pool(f) if pool else f, drop, keys))
+
+
+class Distance:
+    """Relative error norm, gathered over chunks of a batch."""
+
+    def __init__(self) -> None:
+        self.error = self.size = 0.0
+
+    def add(self, x: Tensor, reference: Tensor) -> None:
+        self.error += float((x.double() - reference).square().sum())
+        self.size += float(reference.square().sum())
+
+    def value(self) -> float:
+        return math.sqrt(self.error / self.size)
+
+
+def check(block: Block, dtype: torch.dtype, last: bool) -> dict[str, float]:
+    """Relative errors of g, df, dW and h against float64; uninitialised memory is NaN."""
+    f, w, grad, keys = draw(block, dtype, last)
+    leaf, weight = f.detach().requires_grad_(), w.clone().requires_grad_()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    g = fused_bicovg(leaf, weight, block.scales)
+    df, dw = torch.autograd.grad(g, (leaf, weight), grad)
+    h = fused_tail(f, block.pool, 0.1, keys)
+    torch.use_deterministic_algorithms(False)
+    assert df.stride() == f.stride()
+    errors = {name: Distance() for name in ("g", "df", "dW", "h")}
+    total = torch.zeros_like(w, dtype=torch.float64)
+    chunk = max(1, (1 << 26) // f[0].numel())
+    for part in range(0, block.batch, chunk):
+        rows = slice(part, part + chunk)
+        wide, wide_w = f[rows].double().requires_grad_(), w.double().requires_grad_()
+        reference = bicovg(wide, wide_w, block.scales)
+        slopes = torch.autograd.grad(reference, (wide, wide_w), grad[rows].double())
+        errors["g"].add(g.detach()[rows], reference.detach())
+        errors["df"].add(df[rows], slopes[0])
+        errors["h"].add(h[rows], plain_tail(f[rows].double(), block.pool, 0.1, keys[rows]))
+        total += slopes[1]
+    errors["dW"].add(dw, total)
+    return {name: error.value() for name, error in errors.items()}
+
+
+SMALL = Block("small", 4, 128, 8, (2, 4), True)
+
+
+def small_goodness(x: Tensor, w: Tensor) -> Tensor:
+    return fused_bicovg(torch.relu(x), w, SMALL.scales)
+
+
+def small_step(goodness: Callable[..., Tensor], x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """g, df and dW."""
+    leaf, weight = x.detach().requires_grad_(), w.detach().requires_grad_()
+    g = goodness(leaf, weight)
+    return g.detach(), *torch.autograd.grad(g, (leaf, weight), grad)
+
+
+def check_contracts() -> None:
+    f, w, _, keys = draw(SMALL, torch.bfloat16)
+    args = (f.requires_grad_(), w.requires_grad_(), w.detach().bfloat16(), [2, 4], True, True)
+    torch.library.opcheck(torch.ops.bicovg.goodness, args)
+    torch.library.opcheck(torch.ops.bicovg.tail, (f.detach(), True, 0.1, keys, 1e-6))
+
+
+def check_compiled() -> None:
+    inputs = draw(SMALL, torch.bfloat16)[:3]
+    expected = small_step(small_goodness, *inputs)
+    found = small_step(torch.compile(small_goodness, fullgraph=True), *inputs)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), "compiled differs"
+
+
+def check_captured() -> None:
+    inputs = draw(SMALL, torch.bfloat16)[:3]
+    expected = small_step(small_goodness, *inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = small_step(small_goodness, *inputs)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), "captured differs"
+
+
+def check_integration() -> dict[str, str]:
+    """Operator contracts, torch.compile without graph breaks, graph capture: each 'ok' or what went wrong."""
+    results = {}
+    for test in (check_contracts, check_captured, check_compiled):
+        try:
+            test()
+            results[test.__name__] = "ok"
+        except Exception as error:
+            traceback.print_exc()
+            results[test.__name__] = f"{type(error).__name__}: {error}"[:300]
+    return results
+
+
+def plain_step(goodness: Callable[..., Tensor], block: Block, f: Tensor, w: Tensor, grad: Tensor) -> Any:
+    """Forward and backward of the definition, as a mixed-precision trainer runs it."""
+    leaf, weight = f.detach().requires_grad_(), w.detach().requires_grad_()
+    with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+        g = goodness(leaf, weight, block.scales)
+    return torch.autograd.grad(g, (leaf, weight), grad)
+
+
+def measure(block: Block, compiled: bool) -> dict[str, float]:
+    """Microseconds of the fused kernels and of what they replace."""
+    data = input_sets(block)
+    kept = [forward(block, f, w)[1] for f, w, _, _ in data]
+    scales = list(block.scales)
+
+    def backward(i: int) -> Any:
+        f, w, grad, _ = data[i]
+        return torch.ops.bicovg.goodness_backward(grad, f, cast(f, w), kept[i], scales, True)
+
+    def run(call: Callable[..., Any]) -> float:
+        return microseconds(lambda i: call(*data[i]), len(data))
+
+    row = {
+        "forward": run(lambda f, w, _, __: forward(block, f, w)),
+        "backward": microseconds(backward, len(data)),
+        "tail": run(lambda f, _, __, keys: fused_tail(f, block.pool, 0.1, keys)),
+        "eager": run(lambda f, w, grad, _: plain_step(bicovg, block, f, w, grad)),
+        "eager_tail": run(lambda f, _, __, keys: plain_tail(f, block.pool, 0.1, keys)),
+    }
+    if compiled:
+        torch._dynamo.reset()
+        fast = torch.compile(bicovg, dynamic=False)
+        row["compiled"] = run(lambda f, w, grad, _: plain_step(fast, block, f, w, grad))
+    return row
+
+
+def build(task: tuple[Block, torch.dtype]) -> None:
+    """Compile one block's kernels into Triton's disk cache (in a process of its own)."""
+    block, dtype = task
+    f, w, grad, keys = draw(block, dtype)
+    _g, p = forward(block, f, w)
+    for mask in (True, False):
+        torch.ops.bicovg.goodness_backward(grad, f, cast(f, w), p, list(block.scales), mask)
+    fused_tail(f, block.pool, 0.1, keys)
+    torch.cuda.synchronize()
+
+
+def run_checks(report: dict[str, Any]) -> bool:
+    """Fill ``report['checks']``; True when every error is within its limit."""
+    report["integration"] = check_integration()
+    fine = all(value == "ok" for value in report["integration"].values())
+    print("integration:", report["integration"], flush=True)
+    report["checks"] = []
+    for block in BLOCKS:
+        for dtype in LIMITS:
+            for last in (True, False):
+                row: dict[str, Any] = {"block": str(block), "dtype": str(dtype), "channels_last": last}
+                try:
+                    row |= check(block, dtype, last)
+                    row["ok"] = all(row[name] < LIMITS[dtype] for name in ("g", "df", "dW", "h"))
+                except Exception as error:
+                    row |= {"ok": False, "error": f"{type(error).__name__}: {error}"[:300]}
+                fine &= row["ok"]
+                report["checks"].append(row)
+                if not row["ok"]:
+                    print("WRONG", row, flush=True)
+    return fine
+
+
+def run_times(report: dict[str, Any], deadline: float) -> None:
+    """Fill ``report['times']``; torch.compile is left out once the deadline has passed."""
+    report["times"] = []
+    for index, block in enumerate(BLOCKS):
+        row: dict[str, Any] = {"block": str(block)}
+        try:
+            row |= measure(block, index in COMPILED and time.monotonic() < deadline)
+        except Exception as error:
+            traceback.print_exc()
+            row["error"] = f"{type(error).__name__}: {error}"[:300]
+        report["times"].append(row)
+        torch.cuda.empty_cache()
+
+
+def bandwidth(block: Block, row: dict[str, Any], name: str) -> str:
+    """Share of the copy bandwidth a kernel reaches on its fewest bytes."""
+    size = 2 * block.batch * block.channels * block.size**2
+    out = {"forward": 0.0, "backward": 1.0, "tail": 0.25 if block.pool else 1.0}[name] * size
+    return f"{row[name]:8.1f} {(size + out) / row[name] / 1e3:6.0f} {(size + out) / row[name] * 1e6 / PEAK:4.0%}"
+
+
+def print_tables(report: dict[str, Any]) -> None:
+    """One line a block, last, so that the end of the output is the result."""
+    worst: dict[tuple[str, bool], dict[str, float]] = {}
+    for row in report.get("checks", []):
+        best = worst.setdefault((row["dtype"], row["channels_last"]), {})
+        for name in ("g", "df", "dW", "h"):
+            best[name] = max(best.get(name, 0.0), row.get(name, math.inf))
+    for (dtype, last), errors in worst.items():
+        text = "  ".join(f"{name} {error:.1e}" for name, error in errors.items())
+        print(f"worst error {dtype:15} {'channels_last' if last else 'contiguous':13} {text}")
+    if "times" not in report:
+        return
+    print(f"{'us, GB/s, share':28} {'forward':>20} {'backward':>20} {'tail':>20} {'eager':>8} {'compiled':>8} "
+          f"{'ratio':>5} {'eager tail':>10}")  # fmt: skip
+    for block, row in zip(BLOCKS, report["times"], strict=True):
+        if "error" in row:
+            print(f"{block!s:28} {row['error']}")
+            continue
+        cells = " ".join(bandwidth(block, row, name) for name in ("forward", "backward", "tail"))
+        ratio = row["eager"] / (row["forward"] + row["backward"])
+        compiled = f"{row['compiled']:8.1f}" if "compiled" in row else f"{'-':>8}"
+        print(f"{block!s:28} {cells} {row['eager']:8.1f} {compiled} {ratio:5.1f} {row['eager_tail']:10.1f}")
+
+
+def describe() -> dict[str, Any]:
+    """What the numbers were measured on, and how."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit or None,
+        "command": " ".join(sys.argv),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", choices=("check", "time"), help="leave the other half out")
+    parser.add_argument("--sweep", action="store_true", help="time launch shapes instead")
+    parser.add_argument("--seconds", type=float, default=110, help="no torch.compile timing after this long")
+    parser.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/kernels-<gpu>-...)")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device here: the interpreter's tests are tests/test_kernels.py")
+    begin = time.monotonic()
+    report = describe()
+    fine = True
+    if args.sweep:
+        report["sweep"] = run_sweep()
+    else:
+        for result in build_all(build, [(block, dtype) for block in BLOCKS for dtype in LIMITS]):
+            if isinstance(result, Exception):
+                print("build failed:", result, flush=True)
+        print(f"built after {time.monotonic() - begin:.0f} s", flush=True)
+        if args.only != "time":
+            fine = run_checks(report)
+        if args.only != "check":
+            run_times(report, begin + args.seconds)
+    report["seconds"] = round(time.monotonic() - begin, 1)
+    gpu = report["gpu"].replace(" ", "-").lower()
+    kind = "sweep" if args.sweep else "kernels"
+    default = Path(__file__).parent / "results" / f"{kind}-{gpu}-torch{torch.__version__.split('+')[0]}.json"
+    out = args.out or default
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    print_tables(report)
+    print(f"{'all checks passed' if fine else 'CHECKS FAILED'}, {report['seconds']} s, {out}")
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

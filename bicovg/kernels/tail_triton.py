@@ -1,0 +1,154 @@
+"""Triton kernels of the block's tail (RMSPool, keyed dropout, RMSNorm); launched by ``bicovg.kernels.tail``.
+
+A tile is PB pixels of the (pooled) map times all channels, padded to BC. f and h are (B, H, W, C) in memory.
+"""
+# mypy: disallow-untyped-decorators=False
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def keep_elements(
+    key: tl.tensor, pixel: tl.tensor, c: tl.tensor, threshold: tl.tensor, PIXELS: tl.constexpr
+) -> tl.tensor:
+    """``bicovg.draws.keep_mask``: hash of the sample's key and the element's index in (C, H, W) order."""
+    j = c[None, :] * PIXELS + pixel[:, None]
+    x = j * -1640531527 + key
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * 0x7FEB352D
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * -2073254261
+    return ((x >> 8) & 0xFFFFFF) >= threshold
+
+
+@triton.jit
+def load_values(
+    f: tl.tensor,
+    keys: tl.tensor,
+    b: tl.tensor,
+    pixel: tl.tensor,
+    c: tl.tensor,
+    threshold: tl.tensor,
+    gain: tl.tensor,
+    C: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    POOL: tl.constexpr,
+    DROP: tl.constexpr,
+) -> tl.tensor:
+    """float32 tile after pool and dropout; elements outside the map or the channels are 0."""
+    PH: tl.constexpr = H // 2 if POOL else H
+    PW: tl.constexpr = W // 2 if POOL else W
+    ok = (pixel < PH * PW)[:, None] & (c < C)[None, :]
+    if POOL:
+        corner = (b.to(tl.int64) * H + pixel // PW * 2) * W + pixel % PW * 2
+        at = f + corner[:, None] * C + c[None, :]
+        x = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+        mean = x * x
+        x = tl.load(at + C, mask=ok, other=0.0).to(tl.float32)
+        mean += x * x
+        x = tl.load(at + W * C, mask=ok, other=0.0).to(tl.float32)
+        mean += x * x
+        x = tl.load(at + (W + 1) * C, mask=ok, other=0.0).to(tl.float32)
+        value = tl.sqrt((mean + x * x) * 0.25)
+    else:
+        at = f + (b.to(tl.int64) * (H * W) + pixel)[:, None] * C + c[None, :]
+        value = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+    if DROP:
+        keep = keep_elements(tl.load(keys + b).to(tl.int32), pixel, c, threshold, PH * PW)
+        value = tl.where(keep, value * gain, 0.0)
+    return value
+
+
+@triton.jit
+def whole_kernel(
+    h: tl.tensor,
+    f: tl.tensor,
+    keys: tl.tensor,
+    threshold: tl.tensor,
+    gain: tl.tensor,
+    eps: tl.tensor,
+    C: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    POOL: tl.constexpr,
+    DROP: tl.constexpr,
+    PB: tl.constexpr,
+    BC: tl.constexpr,
+) -> None:
+    """One program a sample: read, pool, drop, normalise and write with the sample held in registers."""
+    PIXELS: tl.constexpr = (H // 2) * (W // 2) if POOL else H * W
+    b = tl.program_id(0)
+    pixel = tl.arange(0, PB)
+    c = tl.arange(0, BC)
+    value = load_values(f, keys, b, pixel, c, threshold, gain, C, H, W, POOL, DROP)
+    square = tl.sum(tl.sum(value * value, axis=0), axis=0)
+    value = value / (tl.sqrt(square / (C * PIXELS)) + eps)
+    at = h + (b.to(tl.int64) * PIXELS + pixel)[:, None] * C + c[None, :]
+    tl.store(at, value.to(h.dtype.element_ty), mask=(pixel < PIXELS)[:, None] & (c < C)[None, :])
+
+
+@triton.jit
+def square_kernel(
+    h: tl.tensor,
+    part: tl.tensor,
+    f: tl.tensor,
+    keys: tl.tensor,
+    threshold: tl.tensor,
+    gain: tl.tensor,
+    C: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    POOL: tl.constexpr,
+    DROP: tl.constexpr,
+    PB: tl.constexpr,
+    BC: tl.constexpr,
+) -> None:
+    """Sum of squares of one tile; a pooled tile is also written, as reading it back beats pooling twice."""
+    PIXELS: tl.constexpr = (H // 2) * (W // 2) if POOL else H * W
+    b = tl.program_id(0)
+    pixel = tl.program_id(1) * PB + tl.arange(0, PB)
+    c = tl.arange(0, BC)
+    value = load_values(f, keys, b, pixel, c, threshold, gain, C, H, W, POOL, DROP)
+    square = tl.sum(tl.sum(value * value, axis=0), axis=0)
+    tl.store(part + b * tl.num_programs(1) + tl.program_id(1), square)
+    if POOL:
+        at = h + (b.to(tl.int64) * PIXELS + pixel)[:, None] * C + c[None, :]
+        tl.store(at, value.to(h.dtype.element_ty), mask=(pixel < PIXELS)[:, None] & (c < C)[None, :])
+
+
+@triton.jit
+def normalise_kernel(
+    h: tl.tensor,
+    part: tl.tensor,
+    f: tl.tensor,
+    keys: tl.tensor,
+    threshold: tl.tensor,
+    gain: tl.tensor,
+    eps: tl.tensor,
+    C: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    POOL: tl.constexpr,
+    DROP: tl.constexpr,
+    PB: tl.constexpr,
+    BC: tl.constexpr,
+    TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:
+    """Divide one tile by its sample's root mean square, from the TILES sums of squares of that sample."""
+    PIXELS: tl.constexpr = (H // 2) * (W // 2) if POOL else H * W
+    b = tl.program_id(0)
+    pixel = tl.program_id(1) * PB + tl.arange(0, PB)
+    c = tl.arange(0, BC)
+    tile = tl.arange(0, PARTS)
+    square = tl.sum(tl.load(part + b * TILES + tile, mask=tile < TILES, other=0.0), axis=0)
+    ok = (pixel < PIXELS)[:, None] & (c < C)[None, :]
+    at = h + (b.to(tl.int64) * PIXELS + pixel)[:, None] * C + c[None, :]
+    if POOL:
+        value = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+    else:
+        value = load_values(f, keys, b, pixel, c, threshold, gain, C, H, W, POOL, DROP)
+    value = value / (tl.sqrt(square / (C * PIXELS)) + eps)
+    tl.store(at, value.to(h.dtype.element_ty), mask=ok)

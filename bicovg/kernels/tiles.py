@@ -1,0 +1,121 @@
+"""Launch shapes of the fused kernels, and how a batch of maps is cut into tiles.
+
+The rules below are starting points by register count; ``benchmarks/kernels.py --sweep`` measures candidates
+for the tables ``FORWARD`` and ``BACKWARD``, which win over the rules.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST_DIRECT_CELLS = 32  # the direct path unrolls over cells
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Launch shape of a kernel.
+
+    Attributes:
+        pixels: rows of a tile, a power of two >= 16.
+        channels: columns of a tile, a power of two >= 16.
+        warps: warps a program.
+        stages: depth of the load pipeline; 1 turns it off.
+        per_sm: programs a multiprocessor (backward only, whose grid is bounded).
+        registers: cap a thread, to fit more programs on a multiprocessor.
+    """
+
+    pixels: int
+    channels: int
+    warps: int = 4
+    stages: int = 3
+    per_sm: int = 2
+    registers: int | None = None
+
+
+RECOMPUTE_CHANNELS = 128  # up to here the backward pass recomputes p in bfloat16
+# Measured bests in bfloat16 by (C, H); all else takes the rules in forward_tile and backward_tile.
+FORWARD: dict[tuple[int, int], Tile] = {}
+BACKWARD: dict[tuple[int, int], Tile] = {}
+
+
+def next_power(n: int) -> int:
+    """The smallest power of two >= n."""
+    return 1 << (n - 1).bit_length()
+
+
+def atom_slots(H: int, W: int, L: int) -> int:
+    """Pixel slots that hold the largest atom of the L x L grid, rounded up to a power of two."""
+    return next_power(math.ceil(H / L) * math.ceil(W / L))
+
+
+def stores_projection(channels: int, dtype: torch.dtype) -> bool:
+    """Whether the forward pass keeps p for the backward pass (see the module's header)."""
+    return dtype != torch.bfloat16 or channels > RECOMPUTE_CHANNELS
+
+
+def forward_tile(C: int, N: int, H: int, W: int, scales: Sequence[int], dtype: torch.dtype) -> Tile:
+    """Launch shape of the forward kernel: whole samples for small maps, else large tiles that reuse W."""
+    if dtype != torch.bfloat16:
+        return Tile(16 if N > 64 else 32, 32, stages=2)
+    if (C, H) in FORWARD:
+        return FORWARD[C, H]
+    L = math.lcm(*scales)
+    sample = next_power(L * L) * atom_slots(H, W, L)
+    if sample <= 64:
+        return Tile(max(16, sample), 128 if N <= 64 else 64)
+    if N > 64:
+        return Tile(64, 64, warps=8)
+    return Tile(128, 64, warps=8 if N > 32 else 4)
+
+
+def backward_tile(C: int, N: int, H: int, W: int, scales: Sequence[int], dtype: torch.dtype) -> Tile:
+    """Launch shape of the backward kernel; one block of channels must cover C where p is recomputed."""
+    if dtype != torch.bfloat16:
+        return Tile(32, 32, stages=2)
+    if (C, H) in BACKWARD:
+        return BACKWARD[C, H]
+    # Small atoms: every row has its own slopes, too many bytes to pipeline, and few tiles to pipeline over.
+    stages = 1 if atom_slots(H, W, math.lcm(*scales)) <= 8 else 3
+    if not stores_projection(C, dtype):
+        return Tile(64, max(16, next_power(C)), 4 if N <= 32 else 8, stages)
+    if N > 64:
+        return Tile(64, 64, 8, stages)
+    if N > 32:
+        return Tile(64, 64, 4, stages, per_sm=3, registers=168)
+    return Tile(64, 128, 8, stages, registers=128)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How a batch of maps is cut into tiles; field names as in ``goodness_triton``."""
+
+    L: int
+    AP: int
+    T: int
+    G: int
+    Q: int
+    tiles: int
+    direct: bool
+
+
+def cut_batch(B: int, H: int, W: int, scales: Sequence[int], rows: int, whole: bool) -> Grid:
+    """Cut B maps into tiles of ``rows`` pixel slots; ``whole`` asks for whole samples where they fit."""
+    L = math.lcm(*scales)
+    largest = math.ceil(H / L) * math.ceil(W / L)
+    Q = min(atom_slots(H, W, L), rows)
+    T = math.ceil(largest / Q)
+    cells = sum(s * s for s in scales)
+    direct = whole and T == 1 and next_power(L * L) * Q <= rows and cells <= MOST_DIRECT_CELLS
+    AP = next_power(L * L) if direct else L * L
+    G = rows // Q
+    return Grid(L, AP, T, G, Q, math.ceil(B * AP / G) * T, direct)
+
+
+def device_guard(f: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device: make it f's."""
+    return torch.cuda.device(f.device) if f.is_cuda else nullcontext()

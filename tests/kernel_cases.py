@@ -1,0 +1,183 @@
+"""Fused kernels against their definitions in float64; see ``test_kernels.py`` for how these run.
+
+Uninitialised memory is NaN throughout (deterministic mode fills it), so an element nobody wrote shows up.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bicovg.draws import keep_mask
+from bicovg.goodness import bicovg
+from bicovg.kernels import goodness as fused
+from bicovg.kernels import tail, tiles
+from bicovg.kernels.tiles import Tile
+from bicovg.layers import keyed_dropout, rms_norm, rms_pool
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LAST = torch.channels_last
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def draw_maps(shape: tuple[int, ...], last: bool = True) -> Tensor:
+    f = torch.randn(shape, device=DEVICE).relu()
+    return f.contiguous(memory_format=LAST) if last else f
+
+
+def distance(x: Tensor, reference: Tensor) -> float:
+    return float((x.detach().double() - reference.detach()).norm() / reference.detach().norm())
+
+
+def check_goodness(f: Tensor, projections: int, scales: tuple[int, ...], relu_mask: bool = False) -> None:
+    """Value, df and dW within float32's reach of float64, df laid out like f."""
+    C = f.shape[1]
+    weight = torch.randn(projections, C, device=DEVICE) / C**0.5 if projections else None
+    leaves = [x.clone().requires_grad_() for x in (f, weight) if x is not None]
+    wide = [x.double().requires_grad_() for x in (f, weight) if x is not None]
+    g = fused.fused_bicovg(leaves[0], leaves[1] if projections else None, scales, relu_mask)
+    reference = bicovg(wide[0], wide[1] if projections else None, scales)
+    grad = torch.randn_like(reference)
+    g.backward(grad.float())
+    reference.backward(grad)
+    if relu_mask:
+        assert wide[0].grad is not None
+        wide[0].grad[f == 0] = 0.0
+    assert g.dtype == torch.float32
+    assert distance(g, reference) < 1e-6
+    for leaf, oracle in zip(leaves, wide, strict=True):
+        assert leaf.grad is not None
+        assert oracle.grad is not None
+        assert leaf.grad.stride() == leaf.stride()
+        assert distance(leaf.grad, oracle.grad) < 1e-6
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["channels_last", "contiguous"])
+@pytest.mark.parametrize(
+    ("channels", "size", "scales"),
+    [(128, 8, (2, 4)), (256, 6, (1, 2)), (512, 4, (1, 2)), (512, 2, (1, 2)), (128, 7, (2, 4))],
+)
+def test_goodness_of_recipe_blocks(channels: int, size: int, scales: tuple[int, ...], last: bool) -> None:
+    check_goodness(draw_maps((1, channels, size, size), last), channels // 8, scales)
+
+
+@pytest.mark.parametrize("projections", [0, 5], ids=["no-weight", "weight"])
+@pytest.mark.parametrize(
+    ("shape", "scales"),
+    [((3, 24, 7, 7), (1, 2)), ((2, 17, 5, 3), (2, 3)), ((2, 16, 5, 9), (3,)), ((3, 40, 1, 1), (1,))],
+)
+def test_goodness_of_odd_maps(shape: tuple[int, ...], scales: tuple[int, ...], projections: int) -> None:
+    check_goodness(draw_maps(shape), projections, scales)
+
+
+@given(
+    batch=st.integers(1, 3),
+    channels=st.integers(1, 40),
+    size=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    projections=st.integers(0, 20),
+    data=st.data(),
+)
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_goodness_of_any_shape(
+    batch: int, channels: int, size: tuple[int, int], projections: int, data: st.DataObject
+) -> None:
+    scales = data.draw(st.lists(st.integers(1, min(*size, 4)), min_size=1, max_size=2).map(tuple))
+    f = draw_maps((batch, channels, *size), data.draw(st.booleans()))
+    f += 0.1  # a map of zeros has no relative error
+    check_goodness(f, projections, scales, data.draw(st.booleans()))
+
+
+@pytest.mark.parametrize("tile", [Tile(16, 16), Tile(64, 32), Tile(256, 16)], ids=["steps", "parts", "direct"])
+def test_every_way_to_cut_the_batch_gives_the_same_goodness(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = tiles.cut_batch(2, 12, 11, (1, 2), tile.pixels, whole=True)
+    assert (cut.T > 1, cut.direct) == {16: (True, False), 64: (False, False), 256: (False, True)}[tile.pixels]
+    monkeypatch.setattr(fused, "forward_tile", lambda *_: tile)
+    monkeypatch.setattr(fused, "backward_tile", lambda *_: tile)
+    check_goodness(draw_maps((2, 20, 12, 11)), 6, (1, 2))
+
+
+def test_recomputed_projection_gives_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "stores_projection", lambda *_: False)
+    monkeypatch.setattr(fused, "backward_tile", lambda *_: Tile(32, 64))
+    check_goodness(draw_maps((2, 40, 8, 8)), 5, (2, 4), relu_mask=True)
+
+
+def test_relu_mask_zeroes_the_gradient_where_f_is_zero() -> None:
+    f = draw_maps((2, 16, 4, 4))
+    assert (f == 0).any()
+    check_goodness(f, 2, (1, 2), relu_mask=True)
+
+
+def test_bfloat16_tables_hold_usable_tiles() -> None:
+    for table in (tiles.FORWARD, tiles.BACKWARD):
+        for tile in table.values():
+            assert tile.pixels >= 16
+            assert tile.pixels & (tile.pixels - 1) == 0
+            assert tile.channels >= 16
+            assert tile.channels & (tile.channels - 1) == 0
+    for (channels, _), tile in tiles.BACKWARD.items():
+        assert tiles.stores_projection(channels, torch.bfloat16) or tile.channels >= channels
+
+
+@pytest.mark.parametrize(("projections", "scales"), [(257, (1, 2)), (4, (1, 2, 4))], ids=["wide", "deep"])
+def test_what_the_kernels_cannot_do_falls_back(projections: int, scales: tuple[int, ...]) -> None:
+    check_goodness(draw_maps((1, 8, 4, 4)), projections, scales, relu_mask=True)
+
+
+def test_a_scale_larger_than_the_map_is_an_error() -> None:
+    with pytest.raises(ValueError, match="do not fit a 3x4 map"):
+        fused.fused_bicovg(draw_maps((1, 8, 3, 4)), None, (1, 4))
+
+
+def test_availability_depends_on_the_type() -> None:
+    f = draw_maps((1, 1, 2, 2))
+    assert fused.fused_available(f)
+    assert not fused.fused_available(f.double())
+    assert not fused.fused_available(f.half())
+
+
+def test_operators_keep_their_contracts() -> None:
+    torch.use_deterministic_algorithms(False)  # NaN fills differ between the runs that opcheck compares
+    f = draw_maps((2, 16, 4, 4)).requires_grad_()
+    weight = torch.randn(2, 16, device=DEVICE, requires_grad=True)
+    torch.library.opcheck(torch.ops.bicovg.goodness, (f, weight, weight.detach(), [1, 2], True, False))
+    keys = torch.arange(2, device=DEVICE)
+    torch.library.opcheck(torch.ops.bicovg.tail, (f.detach(), True, 0.1, keys, 1e-6))
+
+
+@pytest.mark.parametrize("whole", [1 << 15, 0], ids=["registers", "two-kernels"])
+@pytest.mark.parametrize("drop", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("shape", "pool", "last"),
+    [((3, 24, 7, 5), True, True), ((3, 24, 7, 5), False, False), ((2, 16, 2, 2), True, False)],
+)
+def test_tail_equals_the_layers(
+    shape: tuple[int, ...], pool: bool, last: bool, drop: float, whole: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tail, "WHOLE", whole)
+    monkeypatch.setattr(tail, "TILE", 64)
+    f = draw_maps(shape, last)
+    f[0] = 0.0  # an all-zero sample stays zero
+    keys = torch.randint(-(1 << 62), 1 << 62, shape[:1], device=DEVICE)
+    h = tail.fused_tail(f, pool, drop, keys if drop else None)
+    wide = f.double()
+    reference = rms_norm(keyed_dropout(rms_pool(wide) if pool else wide, drop, keys))
+    assert distance(h, reference) < 1e-6
+    assert h.is_contiguous(memory_format=LAST if last else torch.contiguous_format)
+
+
+def test_tail_drops_exactly_the_keyed_elements() -> None:
+    f = torch.rand(3, 8, 6, 4, device=DEVICE).add(0.1).contiguous(memory_format=LAST)
+    keys = torch.tensor([1, -5, 1 << 40], device=DEVICE)
+    kept = keep_mask(keys, 8 * 6 * 4, 0.25).view(f.shape)
+    assert torch.equal(tail.fused_tail(f, False, 0.25, keys) != 0, kept)

@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return dispatch(words)
     except UserError as error:
         print(f"bicovg: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

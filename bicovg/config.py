@@ -99,7 +99,11 @@ class TrainConfig:
     device: str = _field("auto", "auto, cpu or cuda")
     threads: int = _field(0, "CPU threads; 0 leaves torch's choice")
     eval_every: int = _field(1, "epochs between evaluations of every exit; the last epoch is always evaluated")
-    save_every: int = _field(1, "epochs between checkpoints; 0: only at the end and on a clean stop")
+    save_every: int = _field(1, "epochs between checkpoints; 0: none at epoch ends")
+    save_seconds: float = _field(600.0, "seconds between checkpoints inside and across epochs; 0: none by time")
+    keep: int = _field(2, "checkpoints kept, at least 2")
+    nonfinite: str = _field("stop", "on a NaN or Inf in a unit's loss or gradient: stop, or skip that step")
+    deterministic: bool = _field(False, "only deterministic GPU kernels (slower); the CPU always is")
 
 
 @dataclass(frozen=True)

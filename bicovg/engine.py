@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from bicovg.config import Config
 from bicovg.data.loader import Batch, Loader
 from bicovg.draws import DROPOUT, make_keys
+from bicovg.guard import Guard
 from bicovg.networks import LocalNetwork
 from bicovg.optim import learning_rate, set_learning_rate
 from bicovg.step import local_step
@@ -42,13 +43,22 @@ class EagerEngine:
     def __init__(self, net: LocalNetwork, optimizers: list[Optimizer], config: Config, loader: Loader) -> None:
         self.net, self.optimizers, self.config, self.loader = net, optimizers, config, loader
         self.learning_rate = Schedule(config, len(loader))
+        shared_clip = config.train.clip_norm is not None and config.train.clip_scope == "global"
+        self.guard: Guard | None = Guard(net, optimizers, config.train.nonfinite, shared_clip)
+
+    def record(self, step: int) -> None:
+        """Let the guard note the step just made; raises NonFiniteError when a failure has become known."""
+        if self.guard is not None:
+            self.guard.record(step)
 
     def steps(self, epoch: int, start: int = 0) -> Iterator[Tensor]:
         """Train from step ``start`` of ``epoch`` on; yields the losses (E,) of each step, on the device."""
         for offset, batch in enumerate(self.loader.batches(epoch, start)):
             step = epoch * len(self.loader) + start + offset
             set_learning_rate(self.optimizers, self.learning_rate(step))
-            yield self.train_batch(batch, step)
+            losses = self.train_batch(batch, step)
+            self.record(step)
+            yield losses
 
     def train_batch(self, batch: Batch, step: int | Tensor) -> Tensor:
         """All units once; ``step`` keys the dropout masks."""
@@ -63,6 +73,7 @@ class EagerEngine:
             precision=train.precision,
             clip_scope=train.clip_scope,
             keys=make_keys(self.config.seed, DROPOUT, step, batch.indices),
+            guard=self.guard,
         )
 
 
@@ -112,6 +123,8 @@ class GraphEngine(EagerEngine):
         with torch.cuda.graph(self.graph):
             self.losses = self._body()
         state.restore()
+        if self.guard is not None:
+            self.guard.reset()
 
     def steps(self, epoch: int, start: int = 0) -> Iterator[Tensor]:
         if self.graph is None:
@@ -126,6 +139,7 @@ class GraphEngine(EagerEngine):
             self.step.fill_(step)
             self.indices.copy_(order[slice(*self.loader.share(offset))])
             self.graph.replay()
+            self.record(step)
             yield self.losses
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from bicovg.guard import Guard, Unguarded
 from bicovg.networks import LocalNetwork
 from bicovg.signals import Credit, assign_gradients
 
@@ -33,6 +34,7 @@ def local_step(
     precision: str | None = None,
     clip_scope: str = "unit",
     keys: Int[Tensor, " b"] | None = None,
+    guard: Guard | None = None,
 ) -> Float[Tensor, " e"]:
     """Train every unit once on one batch.
 
@@ -41,6 +43,7 @@ def local_step(
         clip_norm: bound on the gradient norm, of each unit (``clip_scope="unit"``) or of all (``"global"``).
         precision: ``bfloat16`` for autocast; None or ``float32`` for none.
         keys: per-sample dropout keys; drawn from the generator when absent.
+        guard: holds back a unit, and those after it, whose loss or gradient is not finite.
 
     Returns:
         The loss of every exit.
@@ -50,8 +53,9 @@ def local_step(
     keys = net.sample_keys(images) if keys is None else keys
     run = _interleaved if schedule == "interleaved" else _summed
     dtype = PRECISIONS[precision]
-    with torch.autocast(images.device.type, dtype=dtype, enabled=dtype is not None):
-        return run(net, optimizers, net.prepare(images), labels, keys, clip_norm, clip_scope)
+    watch = Unguarded() if guard is None else guard
+    with watch, torch.autocast(images.device.type, dtype=dtype, enabled=dtype is not None):
+        return run(net, optimizers, net.prepare(images), labels, keys, clip_norm, clip_scope, watch)
 
 
 def check_step(schedule: str, clip_norm: float | None, clip_scope: str, precision: str | None) -> None:
@@ -79,6 +83,7 @@ def _interleaved(
     keys: Tensor | None,
     clip_norm: float | None,
     clip_scope: str,
+    guard: Unguarded,
 ) -> Tensor:
     losses = []
     for index, (unit, optimizer) in enumerate(zip(net.units, optimizers, strict=True)):
@@ -87,9 +92,9 @@ def _interleaved(
         losses.append(credit.losses)
         assign_gradients([credit])
         del credit  # the unit's graph goes here, before the next unit builds its own
-        if clip_norm is not None:
-            clip_gradients(unit, clip_norm)
-        optimizer.step()
+        norm = None if clip_norm is None else clip_gradients(unit, clip_norm)
+        guard.check(index, losses[-1], norm)
+        guard.step(index, optimizer)
         optimizer.zero_grad()
     return torch.cat(losses)
 
@@ -102,21 +107,24 @@ def _summed(
     keys: Tensor | None,
     clip_norm: float | None,
     clip_scope: str,
+    guard: Unguarded,
 ) -> Tensor:
     credits: list[Credit] = []
     for index, unit in enumerate(net.units):
         credits.append(unit.learn(x, labels, keys, emit=index + 1 < len(net.units)))  # type: ignore[operator]
         x = credits[-1].output
     assign_gradients(credits)
-    if clip_norm is not None:
-        for part in net.units if clip_scope == "unit" else [net]:
-            clip_gradients(part, clip_norm)
-    for optimizer in optimizers:
-        optimizer.step()
+    for index, (unit, credit) in enumerate(zip(net.units, credits, strict=True)):
+        norm = clip_gradients(unit, clip_norm) if clip_norm is not None and clip_scope == "unit" else None
+        guard.check(index, credit.losses, norm)
+    if clip_norm is not None and clip_scope == "global":
+        clip_gradients(net, clip_norm)
+    for index, optimizer in enumerate(optimizers):
+        guard.step(index, optimizer)
         optimizer.zero_grad()
     return torch.cat([credit.losses for credit in credits])
 
 
-def clip_gradients(part: nn.Module, clip_norm: float) -> None:
-    """Scale the gradients of ``part`` to a norm of at most ``clip_norm``, on the device, without a host sync."""
-    nn.utils.clip_grad_norm_(part.parameters(), clip_norm)
+def clip_gradients(part: nn.Module, clip_norm: float) -> Tensor:
+    """Scale the gradients of ``part`` to a norm of at most ``clip_norm``, without a host sync; returns their norm."""
+    return nn.utils.clip_grad_norm_(part.parameters(), clip_norm)

@@ -25,6 +25,7 @@ from kernel_blocks import BLOCKS, PEAK, Block, build_all, cast, draw, forward, i
 from kernel_sweep import run_sweep
 from torch import Tensor
 
+from bicovg.draws import make_keys
 from bicovg.goodness import bicovg
 from bicovg.kernels.goodness import fused_bicovg
 from bicovg.kernels.tail import fused_tail
@@ -59,7 +60,7 @@ def check(block: Block, dtype: torch.dtype, last: bool) -> dict[str, float]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     g = fused_bicovg(leaf, weight, block.scales)
     df, dw = torch.autograd.grad(g, (leaf, weight), grad)
-    h = fused_tail(f, block.pool, 0.1, keys)
+    h = fused_tail(f, block.pool, 0.1, keys, 3)
     torch.use_deterministic_algorithms(False)
     assert df.stride() == f.stride()
     errors = {name: Distance() for name in ("g", "df", "dW", "h")}
@@ -72,7 +73,7 @@ def check(block: Block, dtype: torch.dtype, last: bool) -> dict[str, float]:
         slopes = torch.autograd.grad(reference, (wide, wide_w), grad[rows].double())
         errors["g"].add(g.detach()[rows], reference.detach())
         errors["df"].add(df[rows], slopes[0])
-        errors["h"].add(h[rows], plain_tail(f[rows].double(), block.pool, 0.1, keys[rows]))
+        errors["h"].add(h[rows], plain_tail(f[rows].double(), block.pool, 0.1, make_keys(keys[rows], 3)))
         total += slopes[1]
     errors["dW"].add(dw, total)
     return {name: error.value() for name, error in errors.items()}
@@ -96,7 +97,7 @@ def check_contracts() -> None:
     f, w, _, keys = draw(SMALL, torch.bfloat16)
     args = (f.requires_grad_(), w.requires_grad_(), w.detach().bfloat16(), [2, 4], True, True)
     torch.library.opcheck(torch.ops.bicovg.goodness, args)
-    torch.library.opcheck(torch.ops.bicovg.tail, (f.detach(), True, 0.1, keys, 1e-6))
+    torch.library.opcheck(torch.ops.bicovg.tail, (f.detach(), None, True, 0.1, keys, 3, 1e-6))
 
 
 def check_compiled() -> None:
@@ -153,7 +154,7 @@ def measure(block: Block, compiled: bool) -> dict[str, float]:
     row = {
         "forward": run(lambda f, w, _, __: forward(block, f, w)),
         "backward": microseconds(backward, len(data)),
-        "tail": run(lambda f, _, __, keys: fused_tail(f, block.pool, 0.1, keys)),
+        "tail": run(lambda f, _, __, keys: fused_tail(f, block.pool, 0.1, keys, 3)),
         "eager": run(lambda f, w, grad, _: plain_step(bicovg, block, f, w, grad)),
         "eager_tail": run(lambda f, _, __, keys: plain_tail(f, block.pool, 0.1, keys)),
     }
@@ -171,7 +172,7 @@ def build(task: tuple[Block, torch.dtype]) -> None:
     _g, p = forward(block, f, w)
     for mask in (True, False):
         torch.ops.bicovg.goodness_backward(grad, f, cast(f, w), p, list(block.scales), mask)
-    fused_tail(f, block.pool, 0.1, keys)
+    fused_tail(f, block.pool, 0.1, keys, 3)
     torch.cuda.synchronize()
 
 

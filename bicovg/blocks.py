@@ -52,11 +52,17 @@ class Block(nn.Module):
         self.readout = Readout(goodness.dim, num_classes) if goodness is not None else None
         self.recomputing = False
 
+    def convolve(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d h w"]:
+        """The convolution's output y, behind the FAL where there is one."""
+        y: Tensor = self.conv(x if self.alignment is None else self.alignment(x))
+        return y
+
     def features(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d h w"]:
-        """The post-ReLU, pre-pool activations f."""
-        if self.alignment is not None:
-            x = self.alignment(x)
-        y = self.conv(x)
+        """The post-ReLU, pre-pool activations f of an input."""
+        return self.activate(self.convolve(x))
+
+    def activate(self, y: Float[Tensor, "b d h w"]) -> Float[Tensor, "b d h w"]:
+        """f from y."""
         return F.relu(y if self.norm is None else self._normalise(y, self.norm))
 
     def _normalise(self, y: Tensor, norm: nn.BatchNorm2d) -> Tensor:
@@ -80,18 +86,11 @@ class Block(nn.Module):
     def emit(self, f: Float[Tensor, "b d h w"], keys: Int[Tensor, " b"] | None) -> Float[Tensor, "b d p q"]:
         """The next block's input h. ``keys`` (one per sample) key the dropout mask in training."""
         drop = self.dropout if self.training else 0.0
-        mine = None
+        h = rms_pool(f) if self.pool else f
         if drop:
             assert keys is not None
-            mine = make_keys(keys, self.index)
-        if f.is_cuda and not torch.is_grad_enabled():
-            from bicovg.kernels.goodness import fused_available
-            from bicovg.kernels.tail import fused_tail
-
-            if fused_available(f):
-                return fused_tail(f, self.pool, drop, mine)
-        h = rms_pool(f) if self.pool else f
-        return rms_norm(h if mine is None else keyed_dropout(h, drop, mine))
+            h = keyed_dropout(h, drop, make_keys(keys, self.index))
+        return rms_norm(h)
 
     def forward(
         self, x: Float[Tensor, "b c h w"], keys: Int[Tensor, " b"] | None
@@ -99,6 +98,38 @@ class Block(nn.Module):
         """h with its graph, and the logits if this block is an exit."""
         f = self.features(x)
         return self.emit(f, keys), self.judge(f) if self.goodness is not None else None
+
+    def finish(
+        self, x: Float[Tensor, "b c h w"], keys: Int[Tensor, " b"] | None, emit: bool
+    ) -> tuple[Float[Tensor, "b d p q"] | None, Float[Tensor, "b k"] | None]:
+        """The same as the last block of a unit: h without a graph, and only where asked for."""
+        y = self.convolve(x)
+        if self._fuses(y):
+            return self._finish_fused(y, keys, emit)
+        f = self.activate(y)
+        logits = self.judge(f) if self.goodness is not None else None
+        with torch.no_grad():
+            return self.emit(f.detach(), keys) if emit else None, logits
+
+    def _fuses(self, y: Tensor) -> bool:
+        """Whether batch norm, goodness and tail run as the kernels of ``bicovg.kernels.block``."""
+        if self.norm is None or self.goodness is None or self.goodness.plain or self.recomputing:
+            return False
+        from bicovg.kernels.block import fuses_block
+
+        return fuses_block(y, self.goodness.weight, self.goodness.scales)
+
+    def _finish_fused(self, y: Tensor, keys: Tensor | None, emit: bool) -> tuple[Tensor | None, Tensor]:
+        from bicovg.kernels.block import block_goodness, block_statistics
+        from bicovg.kernels.tail import fused_tail
+
+        assert self.norm is not None
+        assert self.goodness is not None
+        assert self.readout is not None
+        stats = block_statistics(y, self.norm)
+        logits = self.readout(block_goodness(y, stats, self.norm, self.goodness.weight, self.goodness.scales))
+        drop = self.dropout if self.training else 0.0
+        return fused_tail(y, self.pool, drop, keys, self.index, stats) if emit else None, logits
 
 
 @contextmanager
@@ -137,13 +168,10 @@ class Unit(nn.Module):
             x, judged = self._run_inner(block, x, keys)
             if judged is not None:
                 logits.append(judged)
-        f = last.features(x)
-        if last.goodness is not None:
-            logits.append(last.judge(f))
-        if not emit:
-            return None, logits
-        with torch.no_grad():
-            return last.emit(f.detach(), keys), logits
+        h, judged = last.finish(x, keys, emit)
+        if judged is not None:
+            logits.append(judged)
+        return h, logits
 
     def _run_inner(self, block: nn.Module, x: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor | None]:
         assert isinstance(block, Block)

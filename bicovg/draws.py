@@ -57,7 +57,7 @@ def make_keys(*parts: int | Tensor) -> Int[Tensor, "..."]:
 
 
 def draw_uniforms(keys: Int[Tensor, "*shape"], count: int) -> Float[Tensor, "*shape n"]:
-    """``count`` float32 uniforms in [0, 1) for every key: those of ``make_keys(keys, 1)``, ``make_keys(keys, 2)``, ..."""
+    """``count`` float32 uniforms in [0, 1) for every key, the i-th from the bits of ``make_keys(keys, i + 1)``."""
     # The keys come first: inductor holds what derives from arange alone in 32 bits, and refuses mix's constants there.
     bits = mix(keys.unsqueeze(-1) ^ torch.arange(1, count + 1, dtype=torch.int64, device=keys.device))
     return _shift(bits, 40).to(torch.float32) * (1.0 / (1 << 24))

@@ -9,14 +9,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from bicovg.draws import keep_mask
-from bicovg.goodness import bicovg
+from bicovg.draws import keep_mask, make_keys
+from bicovg.goodness import BiCovG, bicovg
+from bicovg.kernels import block, tail, tiles
 from bicovg.kernels import goodness as fused
-from bicovg.kernels import tail, tiles
 from bicovg.kernels.tiles import Tile
 from bicovg.layers import keyed_dropout, rms_norm, rms_pool
+from bicovg.networks import local_network
+from bicovg.step import local_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAST = torch.channels_last
@@ -152,7 +155,7 @@ def test_operators_keep_their_contracts() -> None:
     weight = torch.randn(2, 16, device=DEVICE, requires_grad=True)
     torch.library.opcheck(torch.ops.bicovg.goodness, (f, weight, weight.detach(), [1, 2], True, False))
     keys = torch.arange(2, device=DEVICE)
-    torch.library.opcheck(torch.ops.bicovg.tail, (f.detach(), True, 0.1, keys, 1e-6))
+    torch.library.opcheck(torch.ops.bicovg.tail, (f.detach(), None, True, 0.1, keys, 3, 1e-6))
 
 
 @pytest.mark.parametrize("whole", [1 << 15, 0], ids=["registers", "two-kernels"])
@@ -169,9 +172,9 @@ def test_tail_equals_the_layers(
     f = draw_maps(shape, last)
     f[0] = 0.0  # an all-zero sample stays zero
     keys = torch.randint(-(1 << 62), 1 << 62, shape[:1], device=DEVICE)
-    h = tail.fused_tail(f, pool, drop, keys if drop else None)
+    h = tail.fused_tail(f, pool, drop, keys if drop else None, 5)
     wide = f.double()
-    reference = rms_norm(keyed_dropout(rms_pool(wide) if pool else wide, drop, keys))
+    reference = rms_norm(keyed_dropout(rms_pool(wide) if pool else wide, drop, make_keys(keys, 5)))
     assert distance(h, reference) < 1e-6
     assert h.is_contiguous(memory_format=LAST if last else torch.contiguous_format)
 
@@ -179,5 +182,106 @@ def test_tail_equals_the_layers(
 def test_tail_drops_exactly_the_keyed_elements() -> None:
     f = torch.rand(3, 8, 6, 4, device=DEVICE).add(0.1).contiguous(memory_format=LAST)
     keys = torch.tensor([1, -5, 1 << 40], device=DEVICE)
-    kept = keep_mask(keys, 8 * 6 * 4, 0.25).view(f.shape)
-    assert torch.equal(tail.fused_tail(f, False, 0.25, keys) != 0, kept)
+    kept = keep_mask(make_keys(keys, 2), 8 * 6 * 4, 0.25).view(f.shape)
+    assert torch.equal(tail.fused_tail(f, False, 0.25, keys, 2) != 0, kept)
+
+
+def make_norm(channels: int) -> nn.BatchNorm2d:
+    norm = nn.BatchNorm2d(channels, device=DEVICE)
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 1.5)
+        norm.bias.uniform_(-0.5, 0.5)
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.5, 1.5)
+    return norm
+
+
+@pytest.mark.parametrize(
+    ("shape", "scales", "projections", "last"),
+    [
+        ((3, 24, 7, 5), (1, 2), 3, True),
+        ((2, 40, 8, 8), (2, 4), 5, True),
+        ((2, 16, 3, 3), (1,), 0, False),
+        ((5, 33, 2, 2), (1, 2), 4, True),
+    ],
+)
+def test_block_equals_batch_norm_relu_and_goodness(
+    shape: tuple[int, ...], scales: tuple[int, ...], projections: int, last: bool
+) -> None:
+    """g, the running statistics, and the gradients of y, gamma, beta and W, through the batch statistics."""
+    C = shape[1]
+    y = draw_maps(shape, last) - 0.4 + 3.0 * torch.rand(C, 1, 1, device=DEVICE)
+    if last:
+        y = y.contiguous(memory_format=LAST)
+    norm, oracle = make_norm(C), nn.BatchNorm2d(C, device=DEVICE)
+    oracle.load_state_dict(norm.state_dict())
+    oracle = oracle.double()
+    weight = torch.randn(projections, C, device=DEVICE) / C**0.5 if projections else None
+    leaves = [x.clone().requires_grad_() for x in (y, weight) if x is not None]
+    wide = [x.double().requires_grad_() for x in (y, weight) if x is not None]
+    assert block.fuses_block(y, weight, scales)
+    stats = block.block_statistics(leaves[0], norm)
+    g = block.block_goodness(leaves[0], stats, norm, leaves[1] if projections else None, scales)
+    reference = bicovg(F.relu(oracle(wide[0])), wide[1] if projections else None, scales)
+    grad = torch.randn_like(reference)
+    g.backward(grad.float())
+    reference.backward(grad)
+    assert distance(g, reference) < 1e-5  # scale * y + shift cancels where y's mean is far from 0
+    pairs = [*zip(leaves, wide, strict=True), (norm.weight, oracle.weight), (norm.bias, oracle.bias)]
+    for leaf, wanted in pairs:
+        assert leaf.grad is not None
+        assert wanted.grad is not None
+        assert distance(leaf.grad, wanted.grad) < 1e-5
+    for name, wanted_buffer in oracle.named_buffers():
+        assert torch.allclose(norm.get_buffer(name).double(), wanted_buffer.double(), rtol=1e-6)
+
+
+def test_statistics_survive_a_mean_far_from_zero() -> None:
+    y = (torch.randn(4, 8, 6, 6, device=DEVICE) + 300.0).contiguous(memory_format=LAST)
+    stats = block.block_statistics(y, make_norm(8))
+    spread = y.double().var(dim=(0, 2, 3), unbiased=False)
+    assert torch.allclose(stats[1].double(), (spread + 1e-5).rsqrt(), rtol=1e-5)
+
+
+def test_statistics_in_evaluation_are_the_running_ones() -> None:
+    norm = make_norm(8).eval()
+    before = {name: value.clone() for name, value in norm.named_buffers()}
+    y = torch.randn(2, 8, 4, 4, device=DEVICE).contiguous(memory_format=LAST)
+    stats = block.block_statistics(y, norm)
+    f = F.relu(stats[2].view(-1, 1, 1) * y + stats[3].view(-1, 1, 1))
+    assert torch.allclose(f, F.relu(norm(y)), atol=1e-6)
+    assert all(torch.equal(value, before[name]) for name, value in norm.named_buffers())
+
+
+@pytest.mark.parametrize("pool", [True, False])
+def test_tail_of_a_block_equals_the_layers_behind_batch_norm(pool: bool) -> None:
+    norm, keys = make_norm(24), torch.tensor([3, -9, 1 << 50], device=DEVICE)
+    y = torch.randn(3, 24, 7, 5, device=DEVICE).contiguous(memory_format=LAST)
+    stats = block.block_statistics(y, norm)
+    f = F.relu(norm(y)).detach().double()
+    reference = rms_norm(keyed_dropout(rms_pool(f) if pool else f, 0.2, make_keys(keys, 4)))
+    assert distance(tail.fused_tail(y, pool, 0.2, keys, 4, stats), reference) < 1e-5
+
+
+@pytest.mark.parametrize("alignment", [False, True])
+def test_fused_units_learn_like_plain_ones(alignment: bool) -> None:
+    """Three steps of a strict net on the kernels and on the plain functions: equal losses and weights."""
+    torch.use_deterministic_algorithms(False)
+    images = torch.rand(4, 3, 8, 8, device=DEVICE)
+    labels, keys = torch.tensor([0, 1, 2, 1], device=DEVICE), torch.arange(4, device=DEVICE)
+    nets = []
+    for plain in (False, True):
+        torch.manual_seed(0)
+        net = local_network(
+            num_classes=3, channels=(16, 24, 16), pools=(1,), scales=((2, 4), (1, 2), (1, 2)), alignment=alignment,
+            groups=(1, 2),
+        ).to(DEVICE)  # fmt: skip
+        for module in net.modules():
+            if isinstance(module, BiCovG):
+                module.plain = plain
+        optimizers = [torch.optim.SGD(unit.parameters(), 0.1, momentum=0.9) for unit in net.units]
+        losses = [local_step(net, optimizers, images, labels, clip_norm=1.0, keys=keys) for _ in range(3)]
+        nets.append((torch.stack(losses), net.state_dict()))
+    assert torch.allclose(nets[0][0], nets[1][0], atol=1e-4)
+    for name, value in nets[0][1].items():
+        assert torch.allclose(value.double(), nets[1][1][name].double(), atol=2e-4), name

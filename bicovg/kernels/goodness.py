@@ -49,8 +49,13 @@ def _scale_pair(scales: Sequence[int]) -> tuple[int, int]:
     return scales[0], scales[1] if len(scales) > 1 else 0
 
 
-def launch_forward(g: Tensor, p: Tensor, f: Tensor, weight: Tensor | None, scales: Sequence[int]) -> None:
-    """Fill g (B, D), and p (B * H * W, N) unless it is empty; f channels_last, weight of f's dtype."""
+def launch_forward(
+    g: Tensor, p: Tensor, f: Tensor, weight: Tensor | None, scales: Sequence[int], stats: Tensor | None = None
+) -> None:
+    """Fill g (B, D), and p (B * H * W, N) unless it is empty; f channels_last, weight of f's dtype.
+
+    With ``stats`` (see ``norm_triton``) f holds y, from which f is made on the way in.
+    """
     from bicovg.kernels.goodness_triton import combine_kernel, forward_kernel
 
     B, C, H, W = f.shape
@@ -58,13 +63,13 @@ def launch_forward(g: Tensor, p: Tensor, f: Tensor, weight: Tensor | None, scale
     S1, S2 = _scale_pair(scales)
     tile = forward_tile(C, N, H, W, scales, f.dtype)
     cut = cut_batch(B, H, W, scales, tile.pixels, whole=True)
-    out = g if cut.direct else g.new_empty(B * cut.AP * cut.T * (C + N))
+    out = g if cut.direct else g.new_empty(B * cut.AP * cut.T * (C + N), dtype=torch.float32)
     with device_guard(f):
         forward_kernel[(cut.tiles,)](
-            out, p, f, f if weight is None else weight, B,
+            out, p, f, f if weight is None else weight, f if stats is None else stats, B,
             C=C, N=N, H=H, W=W, L=cut.L, S1=S1, S2=S2, AP=cut.AP, T=cut.T, G=cut.G, Q=cut.Q,
             BC=min(tile.channels, max(16, next_power(C))), NP=max(16, next_power(N)) if N else 16,
-            DIRECT=cut.direct, KEEP=p.numel() > 0, PRECISION="ieee",
+            DIRECT=cut.direct, KEEP=p.numel() > 0, NORM=stats is not None, PRECISION="ieee",
             STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers,
         )  # fmt: skip
         if not cut.direct:
@@ -76,9 +81,19 @@ def launch_forward(g: Tensor, p: Tensor, f: Tensor, weight: Tensor | None, scale
 
 
 def launch_backward(
-    df: Tensor, grad: Tensor, f: Tensor, weight: Tensor | None, p: Tensor, scales: Sequence[int], mask: bool
+    df: Tensor,
+    grad: Tensor,
+    f: Tensor,
+    weight: Tensor | None,
+    p: Tensor,
+    scales: Sequence[int],
+    mask: bool,
+    stats: Tensor | None = None,
 ) -> Tensor:
-    """Fill df and return dW (N, C) float32; f and df channels_last, p empty when it was not kept."""
+    """Fill df and return dW (N, C) float32; f and df channels_last, p empty when it was not kept.
+
+    With ``stats`` f holds y, df is the gradient at batch norm's output and its two sums follow dW: (N + 2, C).
+    """
     from bicovg.kernels.goodness_backward_triton import backward_kernel
 
     B, C, H, W = f.shape
@@ -91,19 +106,20 @@ def launch_backward(
     chunks = math.ceil(C / block)
     sms = torch.cuda.get_device_properties(f.device).multi_processor_count if f.is_cuda else 2
     workers = max(1, min(cut.tiles, tile.per_sm * sms // chunks))
-    part = torch.empty((workers, N, C), dtype=torch.float32, device=f.device)
+    part = torch.empty((workers, N if stats is None else N + 2, C), dtype=torch.float32, device=f.device)
     with device_guard(f):
         backward_kernel[(chunks, workers)](
-            df, part, grad, f, f if weight is None else weight, p, B, cut.tiles, workers,
+            df, part, grad, f, f if weight is None else weight, p, f if stats is None else stats,
+            B, cut.tiles, workers,
             C=C, N=N, H=H, W=W, L=cut.L, S1=S1, S2=S2, T=cut.T, G=cut.G, Q=cut.Q,
             BC=block, NP=max(16, next_power(N)) if N else 16,
-            KEPT=p.numel() > 0, MASK=mask, PRECISION="ieee",
+            KEPT=p.numel() > 0, MASK=mask, NORM=stats is not None, PRECISION="ieee",
             STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers,
         )  # fmt: skip
     return part.sum(dim=0)
 
 
-def _forward_outputs(f: Tensor, weight: Tensor | None, scales: Sequence[int], keep: bool) -> tuple[Tensor, Tensor]:
+def forward_outputs(f: Tensor, weight: Tensor | None, scales: Sequence[int], keep: bool) -> tuple[Tensor, Tensor]:
     """Uninitialised g and p; p is empty when it need not be kept."""
     B, C, H, W = f.shape
     N = 0 if weight is None else weight.shape[0]
@@ -121,7 +137,7 @@ def goodness_op(
     f: Tensor, weight: Tensor | None, cast: Tensor | None, scales: Sequence[int], keep: bool, relu_mask: bool
 ) -> tuple[Tensor, Tensor]:
     """g and, where the backward pass wants it, p; ``cast`` is ``weight`` in f's dtype, made once for both."""
-    g, p = _forward_outputs(f, weight, scales, keep)
+    g, p = forward_outputs(f, weight, scales, keep)
     cast = None if cast is None else cast.contiguous()
     launch_forward(g, p, f.contiguous(memory_format=torch.channels_last), cast, scales)
     return g, p
@@ -131,7 +147,7 @@ def goodness_op(
 def _(
     f: Tensor, weight: Tensor | None, cast: Tensor | None, scales: Sequence[int], keep: bool, relu_mask: bool
 ) -> tuple[Tensor, Tensor]:
-    return _forward_outputs(f, weight, scales, keep)
+    return forward_outputs(f, weight, scales, keep)
 
 
 @torch.library.custom_op(

@@ -9,6 +9,8 @@ edge are masked. A large atom is cut into T steps of Q slots. f is (B, H, W, C) 
 import triton
 import triton.language as tl
 
+from bicovg.kernels.norm_triton import activate
+
 
 @triton.jit
 def find_atoms(slot: tl.tensor, batch: tl.tensor, L: tl.constexpr, AP: tl.constexpr) -> tl.tensor:
@@ -131,6 +133,7 @@ def forward_kernel(
     p: tl.tensor,
     f: tl.tensor,
     w: tl.tensor,
+    stats: tl.tensor,
     batch: tl.tensor,
     C: tl.constexpr,
     N: tl.constexpr,
@@ -147,10 +150,14 @@ def forward_kernel(
     NP: tl.constexpr,
     DIRECT: tl.constexpr,
     KEEP: tl.constexpr,
+    NORM: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Sums of f^2 and (W f)^2 over the atoms of one tile, f read once; p = W f is kept on request."""
+    """Sums of f^2 and (W f)^2 over the atoms of one tile, f read once; p = W f is kept on request.
+
+    With NORM the tensor f holds y, and f = relu(batch norm(y)) is made on the way in.
+    """
     first = tl.program_id(0) // T
     step = tl.program_id(0) % T
     K: tl.constexpr = C + N
@@ -159,7 +166,10 @@ def forward_kernel(
     proj = tl.zeros([G * Q, NP], dtype=tl.float32)
     for c0 in tl.range(0, C, BC, num_stages=STAGES):
         c = c0 + tl.arange(0, BC)
-        x = tl.load(f + pixel[:, None] * C + c[None, :], mask=tile_mask(ok, c, C, BC), other=0.0)
+        mask = tile_mask(ok, c, C, BC)
+        x = tl.load(f + pixel[:, None] * C + c[None, :], mask=mask, other=0.0)
+        if NORM:
+            x = activate(x, stats, c, mask, C, BC)
         wide = x.to(tl.float32)
         energy = tl.sum(tl.reshape(wide * wide, [G, Q, BC]), axis=1)
         store_energy(

@@ -7,6 +7,23 @@ A tile is PB pixels of the (pooled) map times all channels, padded to BC. f and 
 import triton
 import triton.language as tl
 
+from bicovg.kernels.norm_triton import activate
+
+
+@triton.jit
+def mix(x: tl.tensor) -> tl.tensor:
+    """``bicovg.draws.mix``."""
+    x = x - 7046029254386353131
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def block_key(key: tl.tensor, index: tl.tensor) -> tl.tensor:
+    """The low half of ``bicovg.draws.make_keys(key, index)``."""
+    return mix(mix(key) ^ index).to(tl.int32)
+
 
 @triton.jit
 def keep_elements(
@@ -23,9 +40,22 @@ def keep_elements(
 
 
 @triton.jit
+def load_square(
+    at: tl.tensor, stats: tl.tensor, c: tl.tensor, ok: tl.tensor, C: tl.constexpr, NORM: tl.constexpr, BC: tl.constexpr
+) -> tl.tensor:
+    """Squares of one pixel of each pooling window."""
+    x = tl.load(at, mask=ok, other=0.0)
+    if NORM:
+        x = activate(x, stats, c, ok, C, BC)
+    return x.to(tl.float32) * x.to(tl.float32)
+
+
+@triton.jit
 def load_values(
     f: tl.tensor,
+    stats: tl.tensor,
     keys: tl.tensor,
+    index: tl.tensor,
     b: tl.tensor,
     pixel: tl.tensor,
     c: tl.tensor,
@@ -36,6 +66,8 @@ def load_values(
     W: tl.constexpr,
     POOL: tl.constexpr,
     DROP: tl.constexpr,
+    NORM: tl.constexpr,
+    BC: tl.constexpr,
 ) -> tl.tensor:
     """float32 tile after pool and dropout; elements outside the map or the channels are 0."""
     PH: tl.constexpr = H // 2 if POOL else H
@@ -44,19 +76,19 @@ def load_values(
     if POOL:
         corner = (b.to(tl.int64) * H + pixel // PW * 2) * W + pixel % PW * 2
         at = f + corner[:, None] * C + c[None, :]
-        x = tl.load(at, mask=ok, other=0.0).to(tl.float32)
-        mean = x * x
-        x = tl.load(at + C, mask=ok, other=0.0).to(tl.float32)
-        mean += x * x
-        x = tl.load(at + W * C, mask=ok, other=0.0).to(tl.float32)
-        mean += x * x
-        x = tl.load(at + (W + 1) * C, mask=ok, other=0.0).to(tl.float32)
-        value = tl.sqrt((mean + x * x) * 0.25)
+        mean = load_square(at, stats, c, ok, C, NORM, BC)
+        mean += load_square(at + C, stats, c, ok, C, NORM, BC)
+        mean += load_square(at + W * C, stats, c, ok, C, NORM, BC)
+        mean += load_square(at + (W + 1) * C, stats, c, ok, C, NORM, BC)
+        value = tl.sqrt(mean * 0.25)
     else:
         at = f + (b.to(tl.int64) * (H * W) + pixel)[:, None] * C + c[None, :]
-        value = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+        x = tl.load(at, mask=ok, other=0.0)
+        if NORM:
+            x = activate(x, stats, c, ok, C, BC)
+        value = x.to(tl.float32)
     if DROP:
-        keep = keep_elements(tl.load(keys + b).to(tl.int32), pixel, c, threshold, PH * PW)
+        keep = keep_elements(block_key(tl.load(keys + b), index), pixel, c, threshold, PH * PW)
         value = tl.where(keep, value * gain, 0.0)
     return value
 
@@ -65,7 +97,9 @@ def load_values(
 def whole_kernel(
     h: tl.tensor,
     f: tl.tensor,
+    stats: tl.tensor,
     keys: tl.tensor,
+    index: tl.tensor,
     threshold: tl.tensor,
     gain: tl.tensor,
     eps: tl.tensor,
@@ -74,6 +108,7 @@ def whole_kernel(
     W: tl.constexpr,
     POOL: tl.constexpr,
     DROP: tl.constexpr,
+    NORM: tl.constexpr,
     PB: tl.constexpr,
     BC: tl.constexpr,
 ) -> None:
@@ -82,7 +117,7 @@ def whole_kernel(
     b = tl.program_id(0)
     pixel = tl.arange(0, PB)
     c = tl.arange(0, BC)
-    value = load_values(f, keys, b, pixel, c, threshold, gain, C, H, W, POOL, DROP)
+    value = load_values(f, stats, keys, index, b, pixel, c, threshold, gain, C, H, W, POOL, DROP, NORM, BC)
     square = tl.sum(tl.sum(value * value, axis=0), axis=0)
     value = value / (tl.sqrt(square / (C * PIXELS)) + eps)
     at = h + (b.to(tl.int64) * PIXELS + pixel)[:, None] * C + c[None, :]
@@ -94,7 +129,9 @@ def square_kernel(
     h: tl.tensor,
     part: tl.tensor,
     f: tl.tensor,
+    stats: tl.tensor,
     keys: tl.tensor,
+    index: tl.tensor,
     threshold: tl.tensor,
     gain: tl.tensor,
     C: tl.constexpr,
@@ -102,6 +139,7 @@ def square_kernel(
     W: tl.constexpr,
     POOL: tl.constexpr,
     DROP: tl.constexpr,
+    NORM: tl.constexpr,
     PB: tl.constexpr,
     BC: tl.constexpr,
 ) -> None:
@@ -110,7 +148,7 @@ def square_kernel(
     b = tl.program_id(0)
     pixel = tl.program_id(1) * PB + tl.arange(0, PB)
     c = tl.arange(0, BC)
-    value = load_values(f, keys, b, pixel, c, threshold, gain, C, H, W, POOL, DROP)
+    value = load_values(f, stats, keys, index, b, pixel, c, threshold, gain, C, H, W, POOL, DROP, NORM, BC)
     square = tl.sum(tl.sum(value * value, axis=0), axis=0)
     tl.store(part + b * tl.num_programs(1) + tl.program_id(1), square)
     if POOL:
@@ -123,7 +161,9 @@ def normalise_kernel(
     h: tl.tensor,
     part: tl.tensor,
     f: tl.tensor,
+    stats: tl.tensor,
     keys: tl.tensor,
+    index: tl.tensor,
     threshold: tl.tensor,
     gain: tl.tensor,
     eps: tl.tensor,
@@ -132,6 +172,7 @@ def normalise_kernel(
     W: tl.constexpr,
     POOL: tl.constexpr,
     DROP: tl.constexpr,
+    NORM: tl.constexpr,
     PB: tl.constexpr,
     BC: tl.constexpr,
     TILES: tl.constexpr,
@@ -149,6 +190,6 @@ def normalise_kernel(
     if POOL:
         value = tl.load(at, mask=ok, other=0.0).to(tl.float32)
     else:
-        value = load_values(f, keys, b, pixel, c, threshold, gain, C, H, W, POOL, DROP)
+        value = load_values(f, stats, keys, index, b, pixel, c, threshold, gain, C, H, W, POOL, DROP, NORM, BC)
     value = value / (tl.sqrt(square / (C * PIXELS)) + eps)
     tl.store(at, value.to(h.dtype.element_ty), mask=ok)

@@ -1,0 +1,196 @@
+"""Batch norm, ReLU, goodness and tail of a strict exit block, from the convolution's output y, on CUDA.
+
+f is never stored: every kernel reads y and makes ``f = relu(batch norm(y))`` on the way in. Passes over y:
+
+* forward: batch statistics; goodness; the tail (see ``bicovg.kernels.tail``);
+* backward: the goodness kernel writes dz, the gradient at batch norm's output, with the two sums batch norm's
+  backward needs; an elementwise kernel turns dz into dy in place.
+
+``block_statistics`` and ``block_goodness`` together equal ``bicovg(relu(batch_norm(y)))`` with f rounded once to y's
+dtype. The gradient flows through the batch statistics too; there is no double backward.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from bicovg.kernels.goodness import MOST_PROJECTIONS, forward_outputs, fused_available, launch_backward, launch_forward
+from bicovg.kernels.tiles import device_guard, next_power
+
+MOMENT_TILE = (64, 128)  # rows, channels
+MOST_PARTS = 528
+GRADIENT_TILE = (32, 256)
+
+
+def fuses_block(y: Tensor, weight: Tensor | None, scales: tuple[int, ...]) -> bool:
+    """Whether the kernels can take this block; what they cannot goes the plain way, errors included."""
+    fits = bool(scales) and len(scales) <= 2 and 1 <= min(scales) <= max(scales) <= min(y.shape[2:])
+    return fits and fused_available(y) and (weight is None or weight.shape[0] <= MOST_PROJECTIONS)
+
+
+def as_rows(y: Tensor) -> Tensor:
+    """The (B * H * W, C) view of a channels_last map; another layout is copied."""
+    return y.permute(0, 2, 3, 1).reshape(-1, y.shape[1])
+
+
+@torch.library.custom_op(
+    "bicovg::statistics",
+    mutates_args=("running_mean", "running_var", "batches"),
+    schema="(Tensor y, Tensor gamma, Tensor beta, Tensor(a!) running_mean, Tensor(b!) running_var, "
+    "Tensor(c!) batches, float momentum, float eps) -> Tensor",
+)
+def statistics_op(
+    y: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    batches: Tensor,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """(4, C) float32 as ``norm_triton`` describes; the running statistics move as ``nn.BatchNorm2d`` moves them."""
+    from bicovg.kernels.norm_triton import moments_kernel, statistics_kernel
+
+    rows, C = as_rows(y).shape
+    BR, BC = MOMENT_TILE[0], min(MOMENT_TILE[1], max(16, next_power(C)))
+    parts = min(MOST_PARTS, math.ceil(rows / BR))
+    part = torch.empty((parts, 2, C), dtype=torch.float32, device=y.device)
+    stats = torch.empty((4, C), dtype=torch.float32, device=y.device)
+    with device_guard(y):
+        moments_kernel[(parts, math.ceil(C / BC))](part, as_rows(y), rows, C=C, BR=BR, BC=BC, STAGES=3, num_warps=4)
+        statistics_kernel[(math.ceil(C / 32),)](
+            stats, running_mean, running_var, batches, part, as_rows(y), gamma, beta, rows, parts, momentum, eps,
+            C=C, PB=32, BC=32, num_warps=4,
+        )  # fmt: skip
+    return stats
+
+
+@statistics_op.register_fake
+def _(
+    y: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    batches: Tensor,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    return y.new_empty((4, y.shape[1]), dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "bicovg::block_goodness",
+    mutates_args=(),
+    schema="(Tensor y, Tensor stats, Tensor gamma, Tensor beta, Tensor? weight, Tensor? cast, int[] scales) "
+    "-> (Tensor, Tensor)",
+)
+def block_goodness_op(
+    y: Tensor,
+    stats: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    weight: Tensor | None,
+    cast: Tensor | None,
+    scales: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """g (float32) and p; ``cast`` is ``weight`` in y's dtype."""
+    g, p = forward_outputs(y, weight, scales, keep=True)
+    launch_forward(g, p, y.contiguous(memory_format=torch.channels_last), cast, scales, stats)
+    return g, p
+
+
+@block_goodness_op.register_fake
+def _(
+    y: Tensor,
+    stats: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    weight: Tensor | None,
+    cast: Tensor | None,
+    scales: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    return forward_outputs(y, weight, scales, keep=True)
+
+
+@torch.library.custom_op(
+    "bicovg::block_goodness_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor y, Tensor stats, Tensor? cast, Tensor p, int[] scales) -> (Tensor, Tensor)",
+)
+def block_goodness_backward_op(
+    grad: Tensor, y: Tensor, stats: Tensor, cast: Tensor | None, p: Tensor, scales: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """dy (channels_last), and (N + 2, C) float32: dW, dbeta, dgamma."""
+    from bicovg.kernels.norm_triton import input_gradient_kernel
+
+    y = y.contiguous(memory_format=torch.channels_last)
+    dy = torch.empty_like(y)
+    sums = launch_backward(dy, grad.contiguous(), y, cast, p, scales, True, stats)
+    rows, C = as_rows(y).shape
+    BC = min(GRADIENT_TILE[1], max(16, next_power(C)))
+    BR = GRADIENT_TILE[0] * GRADIENT_TILE[1] // BC
+    with device_guard(y):
+        input_gradient_kernel[(math.ceil(rows / BR), math.ceil(C / BC))](
+            as_rows(dy), as_rows(y), stats, sums[-2:], rows, C=C, BR=BR, BC=BC, num_warps=8
+        )
+    return dy, sums
+
+
+@block_goodness_backward_op.register_fake
+def _(
+    grad: Tensor, y: Tensor, stats: Tensor, cast: Tensor | None, p: Tensor, scales: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    N = 0 if cast is None else cast.shape[0]
+    dy = torch.empty_like(y, memory_format=torch.channels_last)
+    return dy, y.new_empty((N + 2, y.shape[1]), dtype=torch.float32)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    y, stats, _, _, weight, cast, scales = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(y, stats, cast, output[1])
+    ctx.scales, ctx.has_weight = scales, weight is not None
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    y, stats, cast, p = ctx.saved_tensors
+    dy, sums = torch.ops.bicovg.block_goodness_backward(grad, y, stats, cast, p, ctx.scales)
+    return dy, None, sums[-1], sums[-2], sums[:-2] if ctx.has_weight else None, None, None
+
+
+block_goodness_op.register_autograd(_differentiate, setup_context=_save)
+
+
+@torch.no_grad()
+def block_statistics(y: Float[Tensor, "b c h w"], norm: nn.BatchNorm2d) -> Float[Tensor, "4 c"]:
+    """Batch statistics of y, moving ``norm``'s running ones; in evaluation, the running ones themselves."""
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    if not norm.training:
+        rstd = torch.rsqrt(norm.running_var + norm.eps)
+        scale = norm.weight * rstd
+        return torch.stack([norm.running_mean, rstd, scale, norm.bias - norm.running_mean * scale])
+    stats: Tensor = torch.ops.bicovg.statistics(
+        y.detach(), norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked,
+        norm.momentum, norm.eps,
+    )  # fmt: skip
+    return stats
+
+
+def block_goodness(
+    y: Float[Tensor, "b c h w"],
+    stats: Float[Tensor, "4 c"],
+    norm: nn.BatchNorm2d,
+    weight: Float[Tensor, "n c"] | None,
+    scales: tuple[int, ...],
+) -> Float[Tensor, "b d"]:
+    """``bicovg(relu(batch_norm(y)), weight, scales)`` in float32, ``stats`` being those of this very y."""
+    cast = None if weight is None else weight.detach().to(y.dtype)
+    g: Tensor = torch.ops.bicovg.block_goodness(y, stats, norm.weight, norm.bias, weight, cast, list(scales))[0]
+    return g

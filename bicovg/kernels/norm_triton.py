@@ -1,0 +1,126 @@
+"""Triton kernels of the fused batch norm; launched by ``bicovg.kernels.block``, which explains the design.
+
+y is (rows, C) in memory, rows = B * H * W: a channels_last map. ``stats`` is (4, C) float32: mean, 1 / std, and the
+scale and shift that ``f = relu(scale * y + shift)`` needs.
+"""
+# mypy: disallow-untyped-decorators=False
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activate(
+    y: tl.tensor, stats: tl.tensor, c: tl.tensor, mask: tl.tensor, C: tl.constexpr, BC: tl.constexpr
+) -> tl.tensor:
+    """``relu(scale * y + shift)`` of a tile (rows, BC) in y's dtype; 0 outside the mask."""
+    if C % BC == 0:
+        scale = tl.load(stats + 2 * C + c)
+        shift = tl.load(stats + 3 * C + c)
+    else:
+        scale = tl.load(stats + 2 * C + c, mask=c < C, other=0.0)
+        shift = tl.load(stats + 3 * C + c, mask=c < C, other=0.0)
+    z = y.to(tl.float32) * scale[None, :] + shift[None, :]
+    return tl.where(mask, tl.maximum(z, 0.0), 0.0).to(y.dtype)
+
+
+@triton.jit
+def moments_kernel(
+    part: tl.tensor,
+    y: tl.tensor,
+    rows: tl.tensor,
+    C: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """Sums of y - pivot and of its square over a program's rows; the pivot, y's first row, tames cancellation."""
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    pivot = tl.load(y + c, mask=c < C, other=0.0).to(tl.float32)
+    total = tl.zeros([BC], dtype=tl.float32)
+    square = tl.zeros([BC], dtype=tl.float32)
+    for r0 in tl.range(tl.program_id(0) * BR, rows, tl.num_programs(0) * BR, num_stages=STAGES):
+        r = r0 + tl.arange(0, BR)
+        mask = (r < rows)[:, None] & (c < C)[None, :]
+        x = tl.load(y + r.to(tl.int64)[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        x = tl.where(mask, x - pivot[None, :], 0.0)
+        total += tl.sum(x, axis=0)
+        square += tl.sum(x * x, axis=0)
+    at = part + tl.program_id(0) * (2 * C) + c
+    tl.store(at, total, mask=c < C)
+    tl.store(at + C, square, mask=c < C)
+
+
+@triton.jit
+def statistics_kernel(
+    stats: tl.tensor,
+    running_mean: tl.tensor,
+    running_var: tl.tensor,
+    batches: tl.tensor,
+    part: tl.tensor,
+    y: tl.tensor,
+    gamma: tl.tensor,
+    beta: tl.tensor,
+    rows: tl.tensor,
+    parts: tl.tensor,
+    momentum: tl.tensor,
+    eps: tl.tensor,
+    C: tl.constexpr,
+    PB: tl.constexpr,
+    BC: tl.constexpr,
+) -> None:
+    """Batch statistics from the programs' sums, in a fixed order; the running statistics move here too."""
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    ok = c < C
+    total = tl.zeros([BC], dtype=tl.float32)
+    square = tl.zeros([BC], dtype=tl.float32)
+    for p0 in range(0, parts, PB):
+        row = p0 + tl.arange(0, PB)
+        mask = (row < parts)[:, None] & ok[None, :]
+        at = part + row[:, None] * (2 * C) + c[None, :]
+        total += tl.sum(tl.load(at, mask=mask, other=0.0), axis=0)
+        square += tl.sum(tl.load(at + C, mask=mask, other=0.0), axis=0)
+    offset = total / rows
+    variance = tl.maximum(square / rows - offset * offset, 0.0)
+    mean = offset + tl.load(y + c, mask=ok, other=0.0).to(tl.float32)
+    rstd = 1.0 / tl.sqrt(variance + eps)
+    scale = tl.load(gamma + c, mask=ok, other=0.0) * rstd
+    tl.store(stats + c, mean, mask=ok)
+    tl.store(stats + C + c, rstd, mask=ok)
+    tl.store(stats + 2 * C + c, scale, mask=ok)
+    tl.store(stats + 3 * C + c, tl.load(beta + c, mask=ok, other=0.0) - mean * scale, mask=ok)
+    old = tl.load(running_mean + c, mask=ok, other=0.0)
+    tl.store(running_mean + c, old + momentum * (mean - old), mask=ok)
+    old = tl.load(running_var + c, mask=ok, other=0.0)
+    unbiased = variance * (rows / tl.maximum(rows - 1.0, 1.0))
+    tl.store(running_var + c, old + momentum * (unbiased - old), mask=ok)
+    if tl.program_id(0) == 0:
+        tl.store(batches, tl.load(batches) + 1)
+
+
+@triton.jit
+def input_gradient_kernel(
+    dy: tl.tensor,
+    y: tl.tensor,
+    stats: tl.tensor,
+    sums: tl.tensor,
+    rows: tl.tensor,
+    C: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+) -> None:
+    """In place, dz -> dy = scale * (dz - mean(dz) - xhat * mean(dz * xhat)); ``sums`` holds the two sums."""
+    r = tl.program_id(0) * BR + tl.arange(0, BR)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    ok = c < C
+    mask = (r < rows)[:, None] & ok[None, :]
+    mean = tl.load(stats + c, mask=ok, other=0.0)
+    rstd = tl.load(stats + C + c, mask=ok, other=0.0)
+    scale = tl.load(stats + 2 * C + c, mask=ok, other=0.0)
+    first = tl.load(sums + c, mask=ok, other=0.0) / rows
+    second = tl.load(sums + C + c, mask=ok, other=0.0) / rows
+    at = r.to(tl.int64)[:, None] * C + c[None, :]
+    xhat = (tl.load(y + at, mask=mask, other=0.0).to(tl.float32) - mean[None, :]) * rstd[None, :]
+    dz = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+    d = scale[None, :] * (dz - first[None, :] - xhat * second[None, :])
+    tl.store(dy + at, d.to(dy.dtype.element_ty), mask=mask)

@@ -12,25 +12,27 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
+from bicovg.backbones import SCOPES
 from bicovg.errors import UserError
 
 
-def _field(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+def _field(default: Any, help: str, **limits: Any) -> Any:
+    """A setting with its help and its ``choices``, ``low``, ``above``, ``high`` or ``below`` (see bicovg.limits)."""
+    return field(default=default, metadata={"help": help, "limits": limits})
 
 
 @dataclass(frozen=True)
 class AugmentConfig:
     """Training transforms, drawn per sample from (seed, epoch, index)."""
 
-    crop_pad: int = _field(0, "zero padding of the random crop back to the image size; 0 turns it off")
+    crop_pad: int = _field(0, "zero padding of the random crop back to the image size; 0 turns it off", low=0)
     flip: bool = _field(False, "horizontal flip with probability 1/2")
-    resized_crop: int = _field(0, "output side of the random resized crop; 0 turns it off")
-    brightness: float = _field(0.0, "jitter strength")
-    contrast: float = _field(0.0, "jitter strength")
-    saturation: float = _field(0.0, "jitter strength")
-    hue: float = _field(0.0, "jitter strength, at most 0.5")
-    grayscale: float = _field(0.0, "probability of dropping colour")
+    resized_crop: int = _field(0, "output side of the random resized crop; 0 turns it off", low=0)
+    brightness: float = _field(0.0, "jitter strength", low=0)
+    contrast: float = _field(0.0, "jitter strength", low=0)
+    saturation: float = _field(0.0, "jitter strength", low=0)
+    hue: float = _field(0.0, "jitter strength, at most 0.5", low=0, high=0.5)
+    grayscale: float = _field(0.0, "probability of dropping colour", low=0, high=1)
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,18 @@ class DataConfig:
 
     name: str = _field("digits", "digits (built in), synthetic, or the name of a packed data set")
     root: str | None = _field(None, "folder of packed data sets; default: $BICOVG_DATA or ./data")
-    image_size: int = _field(8, "side of the network's input image")
-    image_channels: int = _field(1, "1 for gray, 3 for colour")
-    num_classes: int = _field(10, "number of classes K; must agree with the labels")
-    holdout: float = _field(0.0, "share of the training images held out (seeded, stratified); 0: curves are on test")
-    split_seed: int = _field(0, "seed of the held-out split, the same for every training seed")
-    normalise: str = _field("train", "mean and std of: train (this training set) or imagenet")
-    resize: int = _field(0, "short side test images are resized to before the centre crop; 0: no resize")
-    prefetch: int = _field(2, "batches prepared ahead when the data set does not fit the device")
+    image_size: int = _field(8, "side of the network's input image", low=1)
+    image_channels: int = _field(1, "1 for gray, 3 for colour", choices=(1, 3))
+    num_classes: int = _field(10, "number of classes K; must agree with the labels", low=2)
+    holdout: float = _field(
+        0.0, "share of the training images held out (seeded, stratified); 0: curves are on test", low=0, below=1
+    )
+    split_seed: int = _field(0, "seed of the held-out split, the same for every training seed", low=0, below=2**63)
+    normalise: str = _field(
+        "train", "mean and std of: train (this training set) or imagenet", choices=("train", "imagenet")
+    )
+    resize: int = _field(0, "short side test images are resized to before the centre crop; 0: no resize", low=0)
+    prefetch: int = _field(2, "batches prepared ahead when the data set does not fit the device", low=0)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
 
@@ -55,21 +61,21 @@ class ModelConfig:
     """The network: a method (one file under bicovg/methods) and its flat arguments."""
 
     method: str = _field("bicovg", "which file of bicovg/methods builds the network")
-    channels: tuple[int, ...] = _field((32, 64, 64, 128), "channels of each block")
-    pools: tuple[int, ...] = _field((1,), "blocks followed by RMSPool")
-    scales: tuple[tuple[int, ...], ...] = _field(((2, 4), (2, 4), (1, 2), (1, 2)), "grid scales of each block")
-    groups: tuple[int, ...] = _field((2, 2), "blocks in each group; a FAL stands between groups")
-    scope: str = _field("strict", "strict, grouped, hgb or end-to-end")
-    group_size: int = _field(1, "blocks per unit for scope hgb")
+    channels: tuple[int, ...] = _field((32, 64, 64, 128), "channels of each block", low=1)
+    pools: tuple[int, ...] = _field((1,), "blocks followed by RMSPool", low=0)
+    scales: tuple[tuple[int, ...], ...] = _field(((2, 4), (2, 4), (1, 2), (1, 2)), "grid scales of each block", low=1)
+    groups: tuple[int, ...] = _field((2, 2), "blocks in each group; a FAL stands between groups", low=1)
+    scope: str = _field("strict", "strict, grouped, hgb or end-to-end", choices=SCOPES)
+    group_size: int = _field(1, "blocks per unit for scope hgb", low=1)
     alignment: bool = _field(False, "FAL at the standard places")
-    exits: str = _field("last", "end-to-end exits: last, or all (deep supervision)")
-    width: float = _field(1.0, "multiplies every channel count")
+    exits: str = _field("last", "end-to-end exits: last, or all (deep supervision)", choices=("last", "all"))
+    width: float = _field(1.0, "multiplies every channel count", above=0)
     batch_norm: bool = _field(True, "batch norm after each convolution")
-    dropout: float = _field(0.1, "dropout at each block's end (classic VGG-16: in its head)")
-    reduction: int = _field(8, "r: channels per cross-channel projection")
+    dropout: float = _field(0.1, "dropout at each block's end (classic VGG-16: in its head)", low=0, below=1)
+    reduction: int = _field(8, "r: channels per cross-channel projection", low=1)
     cross_channel: bool = _field(True, "cross-channel energies (CC)")
     multi_scale: bool = _field(True, "two grid scales (MS); off: scale 1 alone")
-    stem: int = _field(1, "side of the average pool on the input image; 1: none")
+    stem: int = _field(1, "side of the average pool on the input image; 1: none", low=1)
     checkpointing: bool = _field(False, "recompute inner activations in the backward pass")
 
 
@@ -77,32 +83,36 @@ class ModelConfig:
 class OptimConfig:
     """One optimizer per unit, one learning rate for all: cosine per step after a linear warm-up from 0."""
 
-    name: str = _field("adamw", "adamw or sgd")
-    lr: float = _field(2e-3, "peak learning rate")
-    lr_min: float = _field(1e-5, "learning rate at the end of the cosine")
-    momentum: float = _field(0.9, "sgd only")
-    weight_decay: float = _field(1e-3, "on all parameters")
-    warmup_epochs: float = _field(0.0, "epochs of linear warm-up from 0")
+    name: str = _field("adamw", "adamw or sgd", choices=("adamw", "sgd"))
+    lr: float = _field(2e-3, "peak learning rate", low=0)
+    lr_min: float = _field(1e-5, "learning rate at the end of the cosine", low=0)
+    momentum: float = _field(0.9, "sgd only", low=0, below=1)
+    weight_decay: float = _field(1e-3, "on all parameters", low=0)
+    warmup_epochs: float = _field(0.0, "epochs of linear warm-up from 0", low=0)
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """How long, how large, how precise."""
 
-    epochs: int = _field(30, "passes over the training images")
-    batch_size: int = _field(64, "images per step, over all processes")
-    schedule: str = _field("interleaved", "interleaved (one unit alive at a time) or summed")
-    clip_norm: float | None = _field(None, "gradient norm bound, or none")
-    clip_scope: str = _field("unit", "the clip covers each unit, or global (summed only)")
+    epochs: int = _field(30, "passes over the training images", low=1)
+    batch_size: int = _field(64, "images per step, over all processes", low=1)
+    schedule: str = _field(
+        "interleaved", "interleaved (one unit alive at a time) or summed", choices=("interleaved", "summed")
+    )
+    clip_norm: float | None = _field(None, "gradient norm bound, or none", above=0)
+    clip_scope: str = _field("unit", "the clip covers each unit, or global (summed only)", choices=("unit", "global"))
     precision: str = _field("float32", "float32 or bfloat16 (autocast)")
     engine: str = _field("auto", "auto, graph, compiled or eager")
-    device: str = _field("auto", "auto, cpu or cuda")
-    threads: int = _field(0, "CPU threads; 0 leaves torch's choice")
-    eval_every: int = _field(1, "epochs between evaluations of every exit; the last epoch is always evaluated")
-    save_every: int = _field(1, "epochs between checkpoints; 0: none at epoch ends")
-    save_seconds: float = _field(600.0, "seconds between checkpoints inside and across epochs; 0: none by time")
-    keep: int = _field(2, "checkpoints kept, at least 2")
-    nonfinite: str = _field("stop", "on a NaN or Inf in a unit's loss or gradient: stop, or skip that step")
+    device: str = _field("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
+    threads: int = _field(0, "CPU threads; 0 leaves torch's choice", low=0)
+    eval_every: int = _field(1, "epochs between evaluations of every exit; the last epoch is always evaluated", low=1)
+    save_every: int = _field(1, "epochs between checkpoints; 0: none at epoch ends", low=0)
+    save_seconds: float = _field(600.0, "seconds between checkpoints inside and across epochs; 0: none by time", low=0)
+    keep: int = _field(2, "checkpoints kept, at least 2", low=2)
+    nonfinite: str = _field(
+        "stop", "on a NaN or Inf in a unit's loss or gradient: stop, or skip that step", choices=("stop", "skip")
+    )
     deterministic: bool = _field(False, "only deterministic GPU kernels (slower); the CPU always is")
 
 
@@ -110,8 +120,8 @@ class TrainConfig:
 class FusionConfig:
     """Logistic fusion of the exits."""
 
-    steps: int = _field(500, "full-batch Adam steps")
-    lr: float = _field(0.01, "Adam learning rate")
+    steps: int = _field(500, "full-batch Adam steps", low=0)
+    lr: float = _field(0.01, "Adam learning rate", low=0)
 
 
 @dataclass(frozen=True)
@@ -120,7 +130,7 @@ class Config:
 
     recipe: str = _field("digits", "name of the recipe this came from")
     about: str = _field("", "one line: which row of which table")
-    seed: int = _field(0, "seed of initialisation, order, augmentation and dropout")
+    seed: int = _field(0, "seed of initialisation, order, augmentation and dropout", low=0, below=2**63)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -139,6 +149,7 @@ class Setting:
     kind: Any
     default: Any
     help: str
+    limits: Mapping[str, Any]
 
 
 def walk_settings(config: Any, prefix: str = "") -> Iterator[Setting]:
@@ -149,7 +160,7 @@ def walk_settings(config: Any, prefix: str = "") -> Iterator[Setting]:
         if is_dataclass(value):
             yield from walk_settings(value, path + ".")
         elif path not in FIXED:
-            yield Setting(path, hints[item.name], value, item.metadata.get("help", ""))
+            yield Setting(path, hints[item.name], value, item.metadata["help"], item.metadata["limits"])
 
 
 def parse_value(text: str, kind: Any, path: str) -> Any:

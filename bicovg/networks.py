@@ -13,6 +13,7 @@ end-to-end nowhere                      the last block's, or all's   no
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, islice, pairwise
 
 import torch
 from jaxtyping import Float, Int
@@ -98,42 +99,49 @@ def local_network(
         width: multiplies every channel count.
         cross_channel, multi_scale: the ablation's switches; without multi_scale every block uses scale 1 alone.
     """
-    depth = len(channels)
-    sizes = unit_sizes(depth, scope, group_size, groups)
-    places = group_starts(depth, scope, sizes, groups) if alignment is True else tuple(alignment or ())
-    scales = [(1, 2)] * depth if scales is None else scales
-    if len(scales) != depth:
-        raise ValueError(f"{len(scales)} scale tuples for {depth} blocks: give one per block")
-    for name, places_named in (("pools", pools), ("alignment", places)):
-        if any(not 0 <= index < depth for index in places_named):
-            raise ValueError(f"{name} {tuple(places_named)} must be block indices between 0 and {depth - 1}")
-
+    sizes = unit_sizes(len(channels), scope, group_size, groups)
+    places = group_starts(len(channels), scope, sizes, groups) if alignment is True else tuple(alignment or ())
     widths = [int(c * width) for c in channels]
-    units: list[Unit] = []
-    start = 0
-    for size in sizes:
-        blocks = []
-        for index in range(start, start + size):
-            is_last = index == start + size - 1
-            judged = is_last or scope == "grouped" or (scope == "end-to-end" and exits == "all")
-            before = widths[index - 1] if index else in_channels
-            grid = tuple(scales[index]) if multi_scale else (1,)
-            blocks.append(
-                Block(
-                    index,
-                    before,
-                    widths[index],
-                    pool=index in pools,
-                    dropout=dropout,
-                    batch_norm=batch_norm,
-                    num_classes=num_classes,
-                    goodness=_goodness(index, widths[index], grid, reduction, cross_channel) if judged else None,
-                    alignment=FeatureAlignment(before, hidden) if index in places else None,
-                )
+    grids = [(1, 2)] * len(widths) if scales is None else [tuple(grid) for grid in scales]
+    _check_layout(widths, grids, pools, places, exits)
+    all_judged = scope == "grouped" or (scope == "end-to-end" and exits == "all")
+    ends = {end - 1 for end in accumulate(sizes)}
+    blocks = []
+    for index, (before, after) in enumerate(pairwise([in_channels, *widths])):
+        judged = all_judged or index in ends
+        grid = grids[index] if multi_scale else (1,)
+        blocks.append(
+            Block(
+                index,
+                before,
+                after,
+                pool=index in pools,
+                dropout=dropout,
+                batch_norm=batch_norm,
+                num_classes=num_classes,
+                goodness=_goodness(index, after, grid, reduction, cross_channel) if judged else None,
+                alignment=FeatureAlignment(before, hidden) if index in places else None,
             )
-        units.append(Unit(blocks, checkpointing))
-        start += size
-    return LocalNetwork(units, stem)
+        )
+    rest = iter(blocks)
+    return LocalNetwork([Unit(list(islice(rest, size)), checkpointing) for size in sizes], stem)
+
+
+def _check_layout(
+    widths: Sequence[int], grids: Sequence[tuple[int, ...]], pools: Sequence[int], places: Sequence[int], exits: str
+) -> None:
+    depth = len(widths)
+    if not widths or min(widths) < 1:
+        raise ValueError(
+            f"channels {tuple(widths)} leave a block without channels: give each at least 1, or more width"
+        )
+    if len(grids) != depth:
+        raise ValueError(f"{len(grids)} scale tuples for {depth} blocks: give one per block")
+    for name, indices in (("pools", pools), ("alignment", places)):
+        if any(not 0 <= index < depth for index in indices):
+            raise ValueError(f"{name} {tuple(indices)} must be block indices between 0 and {depth - 1}")
+    if exits not in ("last", "all"):
+        raise ValueError(f"exits {exits!r} is unknown: choose last or all")
 
 
 def _goodness(index: int, channels: int, scales: tuple[int, ...], reduction: int, cross_channel: bool) -> BiCovG:
@@ -219,5 +227,19 @@ def dry_run(build: Callable[[], LocalNetwork], image_shape: tuple[int, int, int]
     """Build on the meta device and pass shapes alone through it; a misfit raises ValueError naming its block."""
     with torch.device("meta"), torch.no_grad():
         net = build()
-        net.eval()(torch.empty(2, *image_shape))
+        check_pools(net, min(image_shape[1:]))
+        try:
+            net.eval()(torch.empty(2, *image_shape))
+        except RuntimeError as error:
+            first = str(error).splitlines()[0]
+            raise ValueError(f"the network does not fit images of shape {image_shape}: {first}") from None
     return net
+
+
+def check_pools(net: LocalNetwork, side: int) -> None:
+    """Every pool needs a map of at least 2x2."""
+    side //= net.stem
+    for block in (module for module in net.modules() if isinstance(module, Block)):
+        if block.pool and side < 2:
+            raise ValueError(f"block {block.index}: RMSPool needs a map of at least 2x2 and it has {side}x{side}")
+        side = side // 2 if block.pool else side

@@ -17,6 +17,7 @@ from bicovg.engine import ENGINES, make_engine
 from bicovg.errors import UserError
 from bicovg.evaluation import collect_logits, exit_accuracies, report_exits, report_fusion
 from bicovg.fusion import mean_logits, top_k_accuracy
+from bicovg.limits import check_settings
 from bicovg.methods import build_network
 from bicovg.networks import LocalNetwork, count_parameters, dry_run
 from bicovg.optim import make_optimizers
@@ -38,6 +39,7 @@ def pick_device(name: str) -> torch.device:
 
 def check_config(config: Config) -> None:
     """Everything that can be known to be wrong before data is opened or a folder is made."""
+    check_settings(config)
     train, data = config.train, config.data
     try:
         check_step(train.schedule, train.clip_norm, train.clip_scope, train.precision)
@@ -51,12 +53,6 @@ def check_config(config: Config) -> None:
         raise UserError(str(error)) from None
     if train.engine not in ENGINES:
         raise UserError(f"--train.engine {train.engine!r} is unknown: choose one of {', '.join(ENGINES)}")
-    for path, value in (("train.epochs", train.epochs), ("train.batch_size", train.batch_size)):
-        if value < 1:
-            raise UserError(f"--{path} {value} must be at least 1")
-    for path, value in (("train.eval_every", train.eval_every),):
-        if value < 1:
-            raise UserError(f"--{path} {value} must be at least 1")
 
 
 @dataclass

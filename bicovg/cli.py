@@ -62,8 +62,10 @@ def build_parser() -> Parser:
     predict.add_argument("--device", default="auto", help="auto, cpu or cuda")
     compare = commands.add_parser("compare", help="compare finished runs, seeds pooled", allow_abbrev=False)
     compare.add_argument("runs", metavar="RUN", nargs="+")
+    from bicovg.bench import add_parser as add_bench_parser
     from bicovg.data.command import add_parser as add_data_parser
 
+    add_bench_parser(commands)
     add_data_parser(commands)
     return parser
 
@@ -119,6 +121,11 @@ def dispatch(words: list[str]) -> int:
         from bicovg.data.command import run as run_data
 
         return run_data(args)
+    if args.command == "bench":
+        from bicovg.bench import run as run_bench
+
+        config = get_recipe(args.recipe)
+        return run_bench(override(config, split_overrides(args, config)), args)
     from bicovg import commands
 
     if args.command == "train":

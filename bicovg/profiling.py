@@ -1,8 +1,9 @@
-"""Peak memory of a step: of the device on a GPU, of the saved activations or the process on a CPU."""
+"""Time and peak memory of steps: of the device on a GPU, of the saved activations or the process on a CPU."""
 
 import resource
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,11 +17,38 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: allocated on the GPU since the last reset, or the process's resident peak on a CPU."""
+    """Bytes: in use on the GPU since the last reset, or the process's resident peak on a CPU.
+
+    Replaying a captured graph allocates nothing, so torch's own peak does not see what the graph works in: the
+    graph's pool, which nothing else can use, is added to what is allocated.
+    """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        held = torch.cuda.memory_allocated(device) + graph_workspace(device)
+        return max(torch.cuda.max_memory_allocated(device), held)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def graph_workspace(device: torch.device) -> int:
+    """Bytes that captured graphs keep for themselves beyond what is allocated in their pools."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == index]  # type: ignore[no-untyped-call]
+    return sum(s["total_size"] - s["allocated_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
+
+
+def time_steps(run: Callable[[int], None], steps: int, device: torch.device, lead_in: int = 1) -> float:
+    """Milliseconds per step of ``run(steps)``, after ``lead_in`` steps that fill the device's queue."""
+    run(lead_in)
+    if device.type != "cuda":
+        begun = time.perf_counter()
+        run(steps)
+        return (time.perf_counter() - begun) * 1e3 / steps
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    run(steps)
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / steps
 
 
 @dataclass

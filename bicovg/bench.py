@@ -1,0 +1,224 @@
+"""``bicovg bench RECIPE``: speed and memory of a recipe's backbone, trained locally and end to end.
+
+Each configuration runs in a fresh process (``bicovg.bench_worker``). With ``--ab``, the processes of several
+configurations stay alive at once and take turns, block of steps by block of steps, so that a ratio of two speeds
+is not a ratio of two moments.
+"""
+
+import argparse
+import math
+import statistics
+from contextlib import ExitStack
+from typing import Any
+
+from bicovg.bench_cases import BASELINE, CONSTANT, STRICT, Case, make_cases, pick_cases
+from bicovg.bench_client import OUT_OF_TIME, Answer, Deadline, Worker
+from bicovg.bench_report import describe_case, merge_results, print_rows, print_side_by_side, results_path
+from bicovg.bench_turns import Round, Side, compare_sides
+from bicovg.config import Config, override, walk_settings
+from bicovg.errors import UserError
+from bicovg.roofline import describe_roofline
+
+ENGINE_CHOICES = ("auto", "fastest", "graph", "graph-plain", "compiled", "eager")
+CANDIDATES = {"cuda": ("graph", "graph-plain"), "cpu": ("eager",)}
+STEADY_STEPS = {"cuda": 18, "cpu": 1}
+TRIALS = 7  # halvings of the range in which the smallest memory lies
+Row = dict[str, Any]
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    text = "measure speed and memory of a recipe's backbone, local against end-to-end"
+    parser: argparse.ArgumentParser = commands.add_parser("bench", help=text, description=text, allow_abbrev=False)
+    parser.add_argument("recipe", metavar="RECIPE", help="a name from `bicovg recipes`")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these configurations alone")
+    parser.add_argument(
+        "--ab",
+        nargs="*",
+        metavar="NAME",
+        help="measure configurations side by side, taking turns, each in its fastest engine "
+        f"(default: {STRICT} {BASELINE} {CONSTANT})",
+    )
+    parser.add_argument("--engine", default="auto", choices=ENGINE_CHOICES, help="auto is what training would use")
+    parser.add_argument("--steps", type=int, default=20, help="training steps in a timed block")
+    parser.add_argument("--repeats", type=int, default=10, help="timed blocks of each configuration")
+    parser.add_argument("--batch", type=int, help="images per step (default: the recipe's)")
+    parser.add_argument("--size", type=int, help="side of the images (default: the recipe's)")
+    parser.add_argument("--smallest-memory", action="store_true", help="search the smallest memory that still runs")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop cleanly with what there is")
+    parser.add_argument("--out", metavar="JSON", help="default benchmarks/results/<gpu>-torch<version>-<recipe>.json")
+    for setting in walk_settings(Config()):
+        parser.add_argument(f"--{setting.path}", metavar="X", default=argparse.SUPPRESS, help=setting.help)
+    return parser
+
+
+def run(config: Config, args: argparse.Namespace) -> int:
+    """Measure, print and write; exit code 1 if nothing could be measured."""
+    for flag in ("steps", "repeats"):
+        if getattr(args, flag) < 1:
+            raise UserError(f"--{flag} {getattr(args, flag)} must be at least 1")
+    changes = {"train.batch_size": args.batch, "data.image_size": args.size, "data.name": "synthetic"}
+    config = override(config, {path: value for path, value in changes.items() if value is not None})
+    cases = make_cases(config)
+    bench = Bench(args, config.train.device)
+    if args.ab is None:
+        rows = bench.measure_all(pick_cases(cases, args.only))
+        written = {"rows": rows}
+        print_rows(rows, config)
+    else:
+        table = bench.measure_side_by_side(pick_cases(cases, args.ab or [STRICT, BASELINE, CONSTANT]))
+        rows, written = table["sides"], {"side_by_side": [table]}
+        print_side_by_side(table, config)
+    path = results_path(args.out, bench.machine, config.recipe)
+    merge_results(path, config, bench.machine, **written)
+    print(f"written: {path}")
+    return 0 if any(row["status"] == "ok" for row in rows) else 1
+
+
+class Bench:
+    """The measurements of one command."""
+
+    def __init__(self, args: argparse.Namespace, device: str) -> None:
+        self.args, self.deadline = args, Deadline(args.time_limit)
+        with Worker(Deadline(None)) as worker:
+            self.machine = worker.ask({"do": "describe", "device": device})
+        if "error" in self.machine:
+            raise UserError(f"no worker could be started: {self.machine['error']}")
+
+    def candidates(self) -> tuple[str, ...]:
+        """Engines to choose the fastest from."""
+        return CANDIDATES[self.machine["device"]]
+
+    def build(self, worker: Worker, case: Case, engine: str, fraction: float | None = None) -> Answer:
+        steady = STEADY_STEPS[self.machine["device"]]
+        return worker.ask(
+            {"do": "build", **case.as_json(), "engine": engine, "fraction": fraction, "steady_steps": steady}
+        )
+
+    def measure_all(self, cases: list[Case]) -> list[Row]:
+        """Every case in turn, each in a fresh process."""
+        rows = []
+        for case in cases:
+            if self.deadline.passed():
+                rows.append(self.row(case, self.args.engine, {"error": OUT_OF_TIME}))
+                continue
+            rows.append(self.measure(case))
+            print(summary_line(rows[-1]), flush=True)
+        return rows
+
+    def measure(self, case: Case) -> Row:
+        """One row, in the engine asked for or in the fastest."""
+        engines = self.candidates() if self.args.engine == "fastest" else (self.args.engine,)
+        rows = [self.measure_in(case, engine) for engine in engines]
+        best = max(rows, key=lambda row: row["images_per_second"]["median"] or 0.0)
+        best["tried"] = {row["engine_asked"]: row["images_per_second"]["median"] or row["reason"] for row in rows}
+        if self.args.smallest_memory and self.machine["device"] == "cuda" and best["status"] == "ok":
+            best["memory"]["smallest_bytes"] = self.smallest_memory(case, best)
+        return best
+
+    def measure_in(self, case: Case, engine: str) -> Row:
+        with Worker(self.deadline) as worker:
+            built = self.build(worker, case, engine)
+            if "error" in built:
+                return self.row(case, engine, built)
+            timed = worker.ask({"do": "time", "steps": self.args.steps, "repeats": self.args.repeats})
+            return self.row(case, engine, {**built, **timed})
+
+    def smallest_memory(self, case: Case, row: Row) -> int | None:
+        """Bytes of the smallest share of the device's memory in which a fresh process still trains, by bisection."""
+        total = self.machine["gpu_bytes"]
+        low, high, found = row["memory"]["steady_bytes"] / 2, row["memory"]["reserved_bytes"], None
+        for _ in range(TRIALS):
+            if self.deadline.passed():
+                break
+            middle = (low + high) / 2
+            with Worker(self.deadline) as worker:
+                built = self.build(worker, case, row["engine_asked"], middle / total)
+            if "error" in built:
+                low = middle
+            else:
+                high = found = middle
+        return None if found is None else round(found)
+
+    def row(self, case: Case, engine: str, answer: Answer) -> Row:
+        """A row of the table from what the worker said, whatever it said."""
+        batch = case.config.train.batch_size
+        blocks = [batch / ms * 1e3 for ms in answer.get("milliseconds", [])]
+        failed = "error" in answer
+        median = statistics.median(blocks) if blocks and not failed else None
+        return {
+            **describe_case(case),
+            "status": "failed" if failed else "ok",
+            "reason": answer.get("error"),
+            "engine_asked": engine,
+            "engine": answer.get("engine"),
+            "steps": self.args.steps,
+            "images_per_second": spread(blocks, median),
+            "milliseconds_per_step": None if median is None else batch / median * 1e3,
+            "memory": {**dict.fromkeys(MEMORY_FIELDS), **answer.get("memory", {})},
+            "roofline": describe_roofline(case.config, self.machine["gpu"], None if case.constant else median),
+            "parameters": answer.get("parameters"),
+            "warmup_seconds": answer.get("warmup_seconds"),
+            "recompiled": answer.get("recompiled"),
+            "finite": answer.get("finite"),
+        }
+
+    def measure_side_by_side(self, cases: list[Case]) -> dict[str, Any]:
+        """All cases alive at once; first each one's fastest engine, then blocks of steps in turn."""
+        with ExitStack() as stack:
+            sides = [self.fastest_side(case, stack) for case in cases]
+            rounds: list[Round] = []
+            while len(rounds) < self.args.repeats and not self.deadline.passed():
+                times = {side.case.name: side.time_block(self.args.steps) for side in sides}
+                rounds.append({name: ms for name, ms in times.items() if ms is not None})
+        rows = [self.side_row(side, rounds) for side in sides]
+        return {"sides": rows, "rounds": len(rounds), **compare_sides(rounds)}
+
+    def fastest_side(self, case: Case, stack: ExitStack) -> Side:
+        """Build a case in every candidate engine, keep the process of the fastest alive."""
+        asked = self.args.engine
+        engines = self.candidates() if asked in ("auto", "fastest") else (asked,)
+        sides = []
+        for engine in engines:
+            worker = stack.enter_context(Worker(self.deadline))
+            sides.append(Side(case, engine, worker, self.build(worker, case, engine)))
+            sides[-1].time_block(self.args.steps, repeats=3)
+        best = min(sides, key=lambda side: side.milliseconds or math.inf)
+        best.tried = {side.engine: side.images_per_second() or side.error for side in sides}
+        for side in sides:
+            if side is not best:
+                side.worker.close()
+        return best
+
+    def side_row(self, side: Side, rounds: list[Round]) -> Row:
+        """A side as a row of its own, with the speeds of the rounds it took part in."""
+        times = [turn[side.case.name] for turn in rounds if side.case.name in turn]
+        answer = {**side.built, **side.timed, "milliseconds": times}
+        if not times:
+            answer["error"] = side.error or OUT_OF_TIME
+        return {**self.row(side.case, side.engine, answer), "tried": side.tried}
+
+
+MEMORY_FIELDS = (
+    "steady_bytes",
+    "first_steps_bytes",
+    "reserved_bytes",
+    "smallest_bytes",
+    "resident_bytes",
+    "saved_bytes",
+    "data_bytes",
+)
+
+
+def spread(blocks: list[float], median: float | None) -> dict[str, Any]:
+    """Median and extremes of the blocks' speeds, with every block's."""
+    return {
+        "median": median,
+        "min": min(blocks, default=None),
+        "max": max(blocks, default=None),
+        "blocks": blocks,
+    }
+
+
+def summary_line(row: Row) -> str:
+    speed = row["images_per_second"]["median"]
+    return f"{row['name']}: " + (f"{speed:.0f} img/s, engine {row['engine']}" if speed else str(row["reason"]))

@@ -1,0 +1,268 @@
+"""One benchmark configuration in a process of its own: JSON requests in, one a line, JSON replies out.
+
+Requests: ``describe`` (device and versions), ``build`` (network, engine, first steps, memory), ``time`` (a block of
+steps), ``quit``. A request that fails is answered with its reason. Used by ``bicovg.bench``; what the code under
+measurement prints goes to standard error, so that replies stay alone on standard output.
+"""
+
+import json
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bicovg.blocks import Block
+from bicovg.config import Config, from_json, override
+from bicovg.data.augment import Augmentation
+from bicovg.data.loader import Loader, TensorImages
+from bicovg.engine import EagerEngine, GraphEngine, make_engine
+from bicovg.networks import LocalNetwork, count_parameters
+from bicovg.optim import make_optimizers
+from bicovg.profiling import peak_memory, reset_peak_memory, time_steps, track_saved_bytes
+from bicovg.signals import Credit, assign_gradients
+from bicovg.trainer import build_on, pick_device
+
+FIRST_STEPS, STEADY_STEPS = 2, 18  # the steady peak is taken over steps 3 to 20
+DATA_BYTES = {"cuda": 1 << 28, "cpu": 1 << 22}  # about what the synthetic images may take
+EPOCH_STEPS = (8, 390)  # fewest and most batches of an epoch
+
+
+class ConstantGoodness(nn.Module):
+    """Stands in for BiCovG at no cost: a constant forward, and a gradient that is already there backward."""
+
+    plain, weight, scales = True, None, (1,)
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, f: Tensor) -> Tensor:
+        constant: Tensor = _Constant.apply(f, self.dim)  # type: ignore[no-untyped-call]
+        return constant
+
+
+class _Constant(torch.autograd.Function):
+    """f itself serves as its gradient: the convolution, batch norm and ReLU do all their backward work."""
+
+    @staticmethod
+    def forward(ctx: Any, f: Tensor, dim: int) -> Tensor:
+        ctx.save_for_backward(f)
+        return torch.ones((len(f), dim), device=f.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0], None
+
+
+def feed_constants(net: LocalNetwork) -> None:
+    """Replace every exit's goodness by a constant."""
+    for block in net.modules():
+        if isinstance(block, Block) and block.goodness is not None:
+            block.goodness = ConstantGoodness(block.goodness.dim)  # type: ignore[assignment]
+
+
+def accumulate_gradients(unit: nn.Module, parts: int) -> None:
+    """Let a unit that emits nothing learn from ``parts`` micro-batches one after the other: the mean of their losses.
+
+    Equal to the whole batch but for batch norm, which sees each micro-batch by itself.
+    """
+    learn: Callable[..., Credit] = unit.learn  # type: ignore[assignment]
+
+    def learn_in_parts(x: Tensor, labels: Tensor, keys: Tensor | None = None, emit: bool = True) -> Credit:
+        assert not emit, "only the last unit can accumulate: others would need to join their outputs"
+        pieces = [None] * parts if keys is None else keys.chunk(parts)
+        losses: list[Tensor] = []
+        for images, targets, mine in zip(x.chunk(parts), labels.chunk(parts), pieces, strict=True):
+            credit = learn(images, targets, mine, False)
+            credit.roots = [(loss / parts, grad) for loss, grad in credit.roots]
+            losses.append(credit.losses)
+            if len(losses) < parts:
+                assign_gradients([credit])
+                del credit
+        credit.losses = torch.stack(losses).mean(dim=0)
+        return credit
+
+    unit.learn = learn_in_parts  # type: ignore[assignment]
+
+
+def synthetic_loader(config: Config, device: torch.device) -> Loader:
+    """Random images of the recipe's shape, resident on the device, with the recipe's augmentation."""
+    data, batch = config.data, config.train.batch_size
+    shape = (data.image_size, data.image_size, data.image_channels)
+    size = batch * shape[0] * shape[1] * shape[2]
+    images = batch * min(EPOCH_STEPS[1], max(EPOCH_STEPS[0], DATA_BYTES[device.type] // size))
+    generator = torch.Generator(device).manual_seed(0)
+    pixels = torch.randint(0, 256, (images, *shape), dtype=torch.uint8, device=device, generator=generator)
+    labels = torch.randint(0, data.num_classes, (images,), device=device, generator=generator)
+    return Loader(
+        TensorImages(pixels, labels.cpu()),
+        batch,
+        seed=config.seed,
+        augmentation=Augmentation(**asdict(data.augment)),
+        mean=[0.5] * data.image_channels,
+        std=[0.25] * data.image_channels,
+        device=device,
+    )
+
+
+def build_engine(
+    name: str, net: LocalNetwork, optimizers: list[torch.optim.Optimizer], config: Config, loader: Loader
+) -> EagerEngine:
+    """An engine of ``bicovg.engine.ENGINES``, or ``graph-plain``: captured, but not compiled."""
+    if name == "graph-plain":
+        return GraphEngine(net, optimizers, config, loader, compiled=False)
+    return make_engine(net, optimizers, override(config, {"train.engine": name}), loader)
+
+
+class Session:
+    """A network under training, stepped on request."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        config = from_json(json.dumps(request["config"]), "the configuration")
+        self.device = pick_device(config.train.device)
+        if config.train.threads:
+            torch.set_num_threads(config.train.threads)
+        if request["fraction"] is not None:
+            torch.cuda.set_per_process_memory_fraction(request["fraction"])
+        self.net = build_on(config, self.device)
+        if request["constant"]:
+            feed_constants(self.net)
+        if request["accumulate"] > 1:
+            accumulate_gradients(self.net.units[-1], request["accumulate"])
+        optimizers = make_optimizers(self.net, config.optim, self.device)
+        self.loader = synthetic_loader(config, self.device)
+        self.engine = build_engine(request["engine"], self.net, optimizers, config, self.loader)
+        self.losses = torch.zeros(len(self.net.exits), dtype=torch.float64, device=self.device)
+        self.stream = self._stream()
+
+    def _stream(self) -> Iterator[Tensor]:
+        for epoch in count():
+            yield from self.engine.steps(epoch)
+
+    def run(self, steps: int) -> None:
+        """Train as the trainer does, the running sum of the losses included."""
+        for _ in range(steps):
+            self.losses += next(self.stream)
+
+    def warm_up(self, steps: int) -> dict[str, Any]:
+        """The first steps, then ``steps`` more; what they took and what they held."""
+        begun = time.perf_counter()
+        reset_peak_memory(self.device)
+        self.run(FIRST_STEPS)
+        first = peak_memory(self.device)
+        reset_peak_memory(self.device)
+        self.run(steps)
+        steady = peak_memory(self.device)
+        on_gpu = self.device.type == "cuda"
+        saved = None
+        if not on_gpu:
+            with track_saved_bytes(exclude=self.net) as tally:
+                self.run(1)
+            saved = tally.peak
+        return {
+            "engine": self.engine.name,
+            "parameters": count_parameters(self.net),
+            "warmup_seconds": time.perf_counter() - begun,
+            "memory": {
+                "steady_bytes": steady if on_gpu else None,
+                "first_steps_bytes": max(first, steady) if on_gpu else None,
+                "reserved_bytes": torch.cuda.max_memory_reserved() if on_gpu else None,
+                "resident_bytes": None if on_gpu else steady,
+                "saved_bytes": saved,
+                "data_bytes": self.data_bytes(),
+            },
+        }
+
+    def data_bytes(self) -> int:
+        """Of the images and labels that lie on the device."""
+        held = (self.loader.resident_images, self.loader.resident_labels)
+        return sum(tensor.nbytes for tensor in held if tensor is not None and self.device.type == "cuda")
+
+    def time_blocks(self, steps: int, repeats: int) -> dict[str, Any]:
+        """Milliseconds per step of each block of steps, and whether anything was compiled meanwhile."""
+        before = compiled_graphs()
+        blocks = [time_steps(self.run, steps, self.device) for _ in range(repeats)]
+        return {
+            "milliseconds": blocks,
+            "recompiled": compiled_graphs() - before,
+            "finite": bool(self.losses.isfinite().all()),
+        }
+
+
+def compiled_graphs() -> int:
+    """Graphs the compiler has made in this process so far."""
+    if "torch._dynamo" not in sys.modules:
+        return 0
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def describe_device(name: str) -> dict[str, Any]:
+    device = pick_device(name)
+    on_gpu = device.type == "cuda"
+    return {
+        "device": device.type,
+        "gpu": torch.cuda.get_device_name() if on_gpu else None,
+        "gpu_bytes": torch.cuda.get_device_properties(device).total_memory if on_gpu else None,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if on_gpu else None,
+        "cudnn": torch.backends.cudnn.version() if on_gpu else None,  # type: ignore[no-untyped-call]
+        "triton": find_version("triton"),
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def find_version(package: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def serve(lines: Iterator[str], reply: Callable[[dict[str, Any]], None]) -> None:
+    """Answer requests until ``quit`` or the end of the input."""
+    session: Session | None = None
+    for line in lines:
+        request = json.loads(line)
+        try:
+            if request["do"] == "quit":
+                return
+            if request["do"] == "describe":
+                reply(describe_device(request["device"]))
+            elif request["do"] == "build":
+                session = Session(request)
+                reply(session.warm_up(request["steady_steps"]))
+            else:
+                assert session is not None, "time before build"
+                reply(session.time_blocks(request["steps"], request["repeats"]))
+        except Exception as error:  # whatever fails in the code under measurement is a result, not a crash
+            traceback.print_exc()
+            reply({"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"})
+
+
+def main() -> None:
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    torch.backends.cudnn.benchmark = True
+
+    def reply(answer: dict[str, Any]) -> None:
+        channel.write(json.dumps(answer) + "\n")
+        channel.flush()
+
+    serve(iter(sys.stdin), reply)
+
+
+if __name__ == "__main__":
+    main()

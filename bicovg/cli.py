@@ -70,14 +70,32 @@ def build_parser() -> Parser:
     return parser
 
 
+def seconds(text: str) -> float:
+    """The value of --max-seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+def seed_number(text: str) -> int:
+    """One value of --seeds."""
+    if text.isdecimal() and len(text) < 19:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at most 18 digits")
+
+
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a name from `bicovg recipes`")
     parser.add_argument("--resume", metavar="RUN", help="continue this run folder")
     parser.add_argument("--out", metavar="DIR", help="run folder (default runs/<recipe>-s<seed>-<time>)")
     parser.add_argument(
-        "--seeds", type=int, nargs="+", metavar="SEED", help="one run per seed, mean and std at the end"
+        "--seeds", type=seed_number, nargs="+", metavar="SEED", help="one run per seed, mean and std at the end"
     )
-    parser.add_argument("--max-seconds", type=float, metavar="N", help="stop cleanly after N seconds, resumable")
+    parser.add_argument("--max-seconds", type=seconds, metavar="N", help="stop cleanly after N seconds, resumable")
     parser.add_argument("--engine", dest="train.engine", default=argparse.SUPPRESS, help="short for --train.engine")
     for setting in walk_settings(Config()):
         parser.add_argument(

@@ -41,7 +41,29 @@ def load_splits(config: DataConfig) -> Splits:
         splits.mean, splits.std = IMAGENET_MEAN, IMAGENET_STD
     elif config.normalise != "train":
         raise UserError(f"--data.normalise {config.normalise!r} is unknown: choose train or imagenet")
+    check_images(splits, config)
     return splits
+
+
+def check_images(splits: Splits, config: DataConfig) -> None:
+    """What reaches the network must have the size and the channels that the config announces."""
+    size, crop = config.image_size, config.augment.resized_crop
+    if crop and crop != size:
+        raise UserError(f"--data.augment.resized_crop {crop} differs from --data.image_size {size}: use one size")
+    if config.resize and config.resize < size:
+        raise UserError(f"--data.resize {config.resize} is smaller than --data.image_size {size}: use {size} or more")
+    for name, source, fitted in (("train", splits.train, crop), ("test", splits.test, config.resize)):
+        _, height, width, channels = source.batch_shape(np.arange(1))
+        if channels != config.image_channels or len(splits.mean) != channels:
+            raise UserError(
+                f"the {name} images of {config.name} have {channels} channels, --data.image_channels is "
+                f"{config.image_channels} and the normalisation has {len(splits.mean)}: make them agree"
+            )
+        if source.sizes is None and not fitted and (height, width) != (size, size):
+            raise UserError(
+                f"--data.image_size {size} disagrees with {config.name}, whose {name} images are {height}x{width}: "
+                f"use {height}, or pack them again at {size}"
+            )
 
 
 def check_labels(splits: Splits, config: DataConfig) -> None:

@@ -62,10 +62,15 @@ def build_parser() -> Parser:
     predict.add_argument("--device", default="auto", help="auto, cpu or cuda")
     compare = commands.add_parser("compare", help="compare finished runs, seeds pooled", allow_abbrev=False)
     compare.add_argument("runs", metavar="RUN", nargs="+")
+    checkpoint = commands.add_parser("checkpoint", help="list or verify a run's checkpoints", allow_abbrev=False)
+    checkpoint.add_argument("action", choices=("list", "verify"))
+    checkpoint.add_argument("run", metavar="RUN")
     from bicovg.bench import add_parser as add_bench_parser
     from bicovg.data.command import add_parser as add_data_parser
+    from bicovg.records import add_parser as add_record_parser
 
     add_bench_parser(commands)
+    add_record_parser(commands)
     add_data_parser(commands)
     return parser
 
@@ -121,6 +126,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"bicovg: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("bicovg: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -144,6 +152,10 @@ def dispatch(words: list[str]) -> int:
 
         config = get_recipe(args.recipe)
         return run_bench(override(config, split_overrides(args, config)), args)
+    if args.command == "record":
+        from bicovg.records import run as run_record
+
+        return run_record(args)
     from bicovg import commands
 
     if args.command == "train":

@@ -1,0 +1,230 @@
+"""Records: one folder per claimed number, made from finished runs and read by tables and figures. No torch.
+
+``records/NAME/record.json`` holds the settings, and per seed the accuracies, the diagnostics, speed, memory, machine,
+commit and command; ``records/NAME/s<seed>/`` holds that run's ``config.json`` and ``metrics.jsonl``. Every value
+comes from a run's files; what a run lacks is null. Settings and paths that belong to a machine are left out.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import statistics
+from pathlib import Path
+from typing import Any
+
+from bicovg.config import Config, override, to_json, walk_settings
+from bicovg.errors import UserError
+from bicovg.recipes import RECIPES, get_recipe
+from bicovg.records_check import check_record
+from bicovg.runlog import read_config, read_json, read_lines, read_summary, write_json
+
+FOLDER = Path("records")
+MACHINE_SETTINGS = ("data.root", "data.prefetch", "train.device", "train.threads")
+SETTINGS = {
+    "scope": "model.scope",
+    "group_size": "model.group_size",
+    "alignment": "model.alignment",
+    "data": "data.name",
+    "holdout": "data.holdout",
+    "epochs": "train.epochs",
+    "batch_size": "train.batch_size",
+    "schedule": "train.schedule",
+    "precision": "train.precision",
+    "clip_norm": "train.clip_norm",
+    "clip_scope": "train.clip_scope",
+}
+RESTORE = "restore it from the run"
+FITTED_ON = ("train", "augmented", "heldout")
+Record = dict[str, Any]
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    text = "make a record of finished runs that differ in their seed alone"
+    parser: argparse.ArgumentParser = commands.add_parser("record", help=text, description=text, allow_abbrev=False)
+    parser.add_argument("runs", metavar="RUN", nargs="+")
+    parser.add_argument("--out", metavar="records/NAME", required=True, help="folder of the record")
+    parser.add_argument("--replace", action="store_true", help="take the place of an existing record")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    record = write_record([Path(path) for path in args.runs], Path(args.out), args.replace)
+    for entry in record["runs"]:
+        last, mean = entry["last"]["top1"], entry["mean"]["top1"]
+        print(f"seed {entry['seed']}: last exit {last:.2f}, mean of exits {mean:.2f} % top-1")
+    print(f"written: {args.out}")
+    return 0
+
+
+def write_record(runs: list[Path], out: Path, replace: bool = False) -> Record:
+    """Build, check and write a record folder, whole or not at all."""
+    if out.exists() and not replace:
+        raise UserError(f"--out {out} exists: choose another name, or take its place with --replace")
+    configs = [read_config(path) for path in runs]
+    record = build_record(out.name, runs, configs)
+    draft = out.with_name(f".{out.name}.tmp")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        for path, config in zip(runs, configs, strict=True):
+            folder = draft / f"s{config.seed}"
+            folder.mkdir(parents=True)
+            (folder / "config.json").write_text(to_json(portable(config)))
+            shutil.copyfile(path / "metrics.jsonl", folder / "metrics.jsonl")
+        write_json(draft / "record.json", record)
+        read_record(draft)
+        if out.exists():
+            shutil.rmtree(out)
+        draft.rename(out)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror or error}; choose a writable folder") from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return record
+
+
+def build_record(name: str, runs: list[Path], configs: list[Config]) -> Record:
+    """The content of record.json, from the runs' own files."""
+    first = configs[0]
+    for path, config in zip(runs, configs, strict=True):
+        changed = differences(config, first, ("seed", "train.engine", *MACHINE_SETTINGS))
+        if changed:
+            raise UserError(f"{path} differs from {runs[0]} in {', '.join(changed)}: record them apart")
+    seeds = [config.seed for config in configs]
+    if len(set(seeds)) != len(seeds):
+        raise UserError(f"seeds {seeds} name one twice: give one run per seed")
+    known = {setting.path: setting.default for setting in walk_settings(first)}
+    order = sorted(range(len(runs)), key=seeds.__getitem__)
+    summaries = [read_summary(path) for path in runs]
+    return {
+        "name": name,
+        "recipe": first.recipe,
+        "about": first.about,
+        **{field: known[path] for field, path in SETTINGS.items()},
+        "recipe_epochs": get_recipe(first.recipe).train.epochs if first.recipe in RECIPES else None,
+        "seeds": sorted(seeds),
+        "exit_blocks": summaries[0]["exit_blocks"],
+        "parameters": summaries[0].get("parameters"),
+        "runs": [describe_run(runs[i], configs[i], summaries[i]) for i in order],
+    }
+
+
+def describe_run(path: Path, config: Config, summary: dict[str, Any]) -> dict[str, Any]:
+    """One seed's values."""
+    if summary.get("seed") != config.seed or summary.get("epochs") != config.train.epochs:
+        raise UserError(
+            f"{path}/summary.json is of seed {summary.get('seed')} after {summary.get('epochs')} epochs, its config of "
+            f"seed {config.seed} and {config.train.epochs} epochs: finish the run with train --resume {path}"
+        )
+    test, fusion = summary["test"], summary.get("fusion") or {}
+    timing, machine = read_lines(path, "timing.jsonl"), path / "env.json"
+    environment = read_json(machine, RESTORE) if machine.exists() else {}
+    speeds = [line["images_per_second"] for line in timing if line.get("images_per_second")]
+    peaks = [line["peak_memory_bytes"] for line in timing if line.get("peak_memory_bytes")]
+    diagnostics = test.get("diagnostics") or {}
+    return {
+        "seed": config.seed,
+        "exits": test["exits"],
+        "last": test["last"],
+        "best_test_chosen": test["best_test_chosen"],
+        "best_heldout_chosen": test.get("best_heldout_chosen"),
+        "mean": test["mean"],
+        "fusion": {**dict.fromkeys(FITTED_ON), **fusion},
+        "DA": diagnostics.get("DA"),
+        "TR": diagnostics.get("TR"),
+        "wall_seconds": summary.get("wall_seconds"),
+        "images_per_second": statistics.median(speeds) if speeds else None,
+        "peak_memory_bytes": max(peaks, default=None),
+        "engine": summary.get("engine"),
+        **{field: environment.get(field) for field in ("device", "gpu", "torch", "cuda", "python", "commit")},
+        "command": reproduce(config),
+        "typed": without_folders(environment.get("command")),
+    }
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Leaves of a nested object by dotted path."""
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        inner = flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        leaves.update(inner)
+    return leaves
+
+
+def portable(config: Config) -> Config:
+    """A config without what belongs to the machine it ran on."""
+    default = {setting.path: setting.default for setting in walk_settings(Config())}
+    return override(config, {path: default[path] for path in MACHINE_SETTINGS})
+
+
+def differences(one: Config, other: Config, ignored: tuple[str, ...]) -> list[str]:
+    """Paths of the settings in which two configs differ."""
+    theirs = {setting.path: setting.default for setting in walk_settings(other)}
+    names = [] if one.recipe == other.recipe else ["recipe"]
+    return names + [s.path for s in walk_settings(one) if s.default != theirs[s.path] and s.path not in ignored]
+
+
+def reproduce(config: Config) -> str | None:
+    """The command that starts this run again; None where its recipe is not one of ours any more."""
+    if config.recipe not in RECIPES:
+        return None
+    changed = differences(config, get_recipe(config.recipe), MACHINE_SETTINGS)
+    values = {setting.path: setting.default for setting in walk_settings(config)}
+    words = [word for path in changed for word in (f"--{path}", as_word(values[path]))]
+    return " ".join(["bicovg", "train", config.recipe, *words])
+
+
+def as_word(value: Any) -> str:
+    """A setting's value as the command line reads it."""
+    if isinstance(value, tuple):
+        return json.dumps(value, separators=(",", ":"))
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def without_folders(command: str | None) -> str | None:
+    """A command as it was typed, absolute paths cut to their last part."""
+    return None if command is None else re.sub(r"(?<![\w.])/(?:[^\s/=]+/)*([^\s/=]+)", r"\1", command)
+
+
+def read_record(folder: Path) -> Record:
+    """One record, checked against itself and against the runs' files beside it."""
+    path = folder / "record.json"
+    record = read_json(path, "make the record anew with `bicovg record`")
+    check_record(path, record)
+    for entry in record["runs"]:
+        check_copies(folder / f"s{entry['seed']}", record, entry)
+    return record
+
+
+def check_copies(folder: Path, record: Record, entry: dict[str, Any]) -> None:
+    """The run's config and metrics are there and are those of this record."""
+    # read as plain JSON: a record stays readable when a later version adds a setting
+    values = flatten(read_json(folder / "config.json", RESTORE))
+    for field, path in {**SETTINGS, "recipe": "recipe", "seed": "seed"}.items():
+        noted = entry["seed"] if field == "seed" else record[field]
+        if path not in values or values[path] != noted:
+            found = values.get(path, "nothing")
+            raise UserError(f"{folder}/config.json has {path} {found!r}, its record {noted!r}: make the record anew")
+    lines = read_lines(folder, "metrics.jsonl")
+    if not lines or lines[-1]["epoch"] + 1 != record["epochs"]:
+        raise UserError(f"{folder}/metrics.jsonl does not end with epoch {record['epochs'] - 1}: make the record anew")
+    curve = lines[-1].get("top1") if lines[-1].get("split") == "test" else None
+    if curve and max(abs(a - b) for a, b in zip(curve, entry["exits"]["top1"], strict=True)) > 0.5:
+        raise UserError(f"{folder}/metrics.jsonl ends with other accuracies than its record: make the record anew")
+
+
+def load_records(root: Path | str = FOLDER) -> dict[str, Record]:
+    """Every record below ``root`` by name, each checked."""
+    folders = sorted(path.parent for path in Path(root).glob("*/record.json"))
+    return {folder.name: read_record(folder) for folder in folders}
+
+
+def seed_values(record: Record, *keys: str | int) -> list[Any]:
+    """One value per seed: ``seed_values(record, "fusion", "train", "top1")``; None where a seed lacks it."""
+    found = []
+    for entry in record["runs"]:
+        value: Any = entry
+        for key in keys:
+            value = None if value is None else value[key]
+        found.append(value)
+    return found

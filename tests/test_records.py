@@ -1,0 +1,231 @@
+"""Records: made of finished runs alone, nothing invented, nothing contradictory, nothing of the machine's folders."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bicovg.cli import build_parser, main, split_overrides
+from bicovg.config import Config, override, to_json
+from bicovg.diagnostics import decline_area, effective_layers, tail_retention
+from bicovg.errors import UserError
+from bicovg.recipes import get_recipe
+from bicovg.records import load_records, read_record, reproduce, seed_values, without_folders, write_record
+
+TOP1, TOP5 = [40.0, 55.5, 54.0, 53.0], [70.0, 80.0, 81.0, 79.0]
+WEIGHTS = [0.1, 0.2, 0.3, 0.4]
+Maker = Callable[..., Path]
+
+
+def make_summary(config: Config) -> dict[str, Any]:
+    fused = {"top1": 57.0, "top5": 83.0, "weights": WEIGHTS, "N_eff": effective_layers(WEIGHTS)}
+    return {
+        "recipe": config.recipe,
+        "seed": config.seed,
+        "scope": config.model.scope,
+        "epochs": config.train.epochs,
+        "exit_blocks": [0, 1, 2, 3],
+        "test": {
+            "exits": {"top1": TOP1, "top5": TOP5},
+            "last": {"top1": 53.0, "top5": 79.0},
+            "best_test_chosen": {"exit": 1, "top1": 55.5, "top5": 80.0},
+            "best_heldout_chosen": None,
+            "mean": {"top1": 58.0 + config.seed, "top5": 84.0},
+            "diagnostics": {"DA": decline_area(TOP1), "TR": tail_retention(TOP1)},
+        },
+        "fusion": {"train": fused, "heldout": None, "augmented": None},
+        "parameters": 1234,
+        "engine": "graph",
+        "wall_seconds": 61.5,
+    }
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Maker:
+    """A finished run folder as the trainer leaves it."""
+
+    def make(seed: int = 0, **changes: Any) -> Path:
+        config = override(get_recipe("digits"), {"seed": seed, "train.epochs": 2, **changes})
+        path = tmp_path / "runs" / f"s{seed}-{len(list(tmp_path.glob('runs/*')))}"
+        path.mkdir(parents=True)
+        (path / "config.json").write_text(to_json(config))
+        (path / "summary.json").write_text(json.dumps(make_summary(config)))
+        env = {"commit": "abc+", "torch": "2.11.0", "gpu": "NVIDIA H200", "command": "bicovg train --out /mnt/x/run7"}
+        (path / "env.json").write_text(json.dumps(env))
+        metrics = [{"epoch": 0}, {"epoch": 1, "split": "test", "top1": TOP1}]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+        timing = [{"epoch": e, "images_per_second": v, "peak_memory_bytes": e} for e, v in ((0, 10.0), (1, 30.0))]
+        (path / "timing.jsonl").write_text("".join(json.dumps(line) + "\n" for line in timing))
+        return path
+
+    return make
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    tree = json.loads(path.read_text())
+    change(tree)
+    path.write_text(json.dumps(tree))
+
+
+def test_a_record_holds_every_seeds_own_values(make_run: Maker, tmp_path: Path) -> None:
+    out = tmp_path / "records" / "digits"
+    out.parent.mkdir()
+    assert main(["record", str(make_run(2)), str(make_run(0)), "--out", str(out)]) == 0
+    record = load_records(tmp_path / "records")["digits"]
+    assert record["seeds"] == [0, 2]
+    assert seed_values(record, "mean", "top1") == [58.0, 60.0]
+    assert seed_values(record, "exits", "top5", 3) == [79.0, 79.0]
+    assert seed_values(record, "fusion", "train", "weights") == [WEIGHTS, WEIGHTS]
+    assert (record["scope"], record["epochs"], record["recipe_epochs"]) == ("strict", 2, 30)
+    run = record["runs"][0]
+    assert (run["images_per_second"], run["peak_memory_bytes"], run["wall_seconds"]) == (20.0, 1, 61.5)
+    assert (run["gpu"], run["torch"], run["commit"]) == ("NVIDIA H200", "2.11.0", "abc+")
+
+
+def test_what_a_run_lacks_is_null(make_run: Maker, tmp_path: Path) -> None:
+    run = make_run()
+    for name in ("env.json", "timing.jsonl"):
+        (run / name).unlink()
+    edit(run / "summary.json", lambda tree: tree["test"].pop("diagnostics"))
+    edit(run / "summary.json", lambda tree: tree.update(fusion={"train": None, "heldout": None}))
+    entry = write_record([run], tmp_path / "record")["runs"][0]
+    for field in ("gpu", "torch", "commit", "typed", "images_per_second", "peak_memory_bytes", "DA", "TR"):
+        assert entry[field] is None, field
+    assert entry["fusion"] == {"train": None, "augmented": None, "heldout": None}
+    assert seed_values(read_record(tmp_path / "record"), "fusion", "train", "top1") == [None]
+
+
+def test_runs_that_differ_in_more_than_their_seed_are_refused(make_run: Maker, tmp_path: Path) -> None:
+    runs = [make_run(0), make_run(1, **{"optim.lr": 0.5})]
+    with pytest.raises(UserError, match=r"differs from .* in optim\.lr"):
+        write_record(runs, tmp_path / "record")
+    assert not (tmp_path / "record").exists()
+    with pytest.raises(UserError, match="name one twice"):
+        write_record([make_run(0), make_run(0)], tmp_path / "record")
+
+
+def test_where_and_how_fast_seeds_ran_may_differ(make_run: Maker, tmp_path: Path) -> None:
+    changes = {"data.root": "/mnt/elsewhere", "train.threads": 3, "train.engine": "eager"}
+    write_record([make_run(0), make_run(1, **changes)], tmp_path / "record")
+    for path in (tmp_path / "record").rglob("*"):
+        assert not path.is_file() or "/mnt" not in path.read_text(), path
+
+
+def test_an_unfinished_run_is_refused(make_run: Maker, tmp_path: Path) -> None:
+    run = make_run()
+    edit(run / "summary.json", lambda tree: tree.update(epochs=1))
+    with pytest.raises(UserError, match="finish the run"):
+        write_record([run], tmp_path / "record")
+    (run / "summary.json").unlink()
+    with pytest.raises(UserError, match="unfinished"):
+        write_record([run], tmp_path / "record")
+
+
+def test_metrics_that_stop_early_are_refused_and_nothing_is_left_behind(make_run: Maker, tmp_path: Path) -> None:
+    run = make_run()
+    (run / "metrics.jsonl").write_text('{"epoch": 0}\n')
+    with pytest.raises(UserError, match="does not end with epoch 1"):
+        write_record([run], tmp_path / "record")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
+
+
+def set_exits(tree: dict[str, Any]) -> None:
+    tree["runs"][0]["exits"]["top1"] = [1.0, 2.0, 3.0, 4.0]
+
+
+CONTRADICTIONS: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
+    ("lacks the fields wall_seconds", lambda t: t["runs"][0].pop("wall_seconds")),
+    ("unknown fields fudge", lambda t: t.update(fudge=1)),
+    ("not a percentage", lambda t: t["runs"][0]["mean"].update(top1=101.0)),
+    ("above its top-5", lambda t: t["runs"][0]["mean"].update(top1=99.0)),
+    ("last.top1 is 53.0", set_exits),
+    ("DA is 0.5", lambda t: t["runs"][0].update(DA=0.5)),
+    ("TR is 0.5", lambda t: t["runs"][0].update(TR=0.5)),
+    ("best_test_chosen.exit is 2", lambda t: t["runs"][0]["best_test_chosen"].update(exit=2)),
+    ("N_eff is 4", lambda t: t["runs"][0]["fusion"]["train"].update(N_eff=4)),
+    ("add up to", lambda t: t["runs"][0]["fusion"]["train"].update(weights=[0.5] * 4)),
+    ("one weight per exit", lambda t: t["runs"][0]["fusion"]["train"].update(weights=[1.0])),
+    ("seeds", lambda t: t.update(seeds=[1])),
+    ("train.epochs 2, its record 3", lambda t: t.update(epochs=3)),
+    ("model.scope 'strict', its record 'hgb'", lambda t: t.update(scope="hgb")),
+    ("no runs", lambda t: t.update(runs=[])),
+]
+
+
+@pytest.mark.parametrize(("message", "change"), CONTRADICTIONS, ids=[message for message, _ in CONTRADICTIONS])
+def test_a_record_that_contradicts_itself_or_its_runs_is_refused(
+    message: str, change: Callable[[dict[str, Any]], Any], make_run: Maker, tmp_path: Path
+) -> None:
+    write_record([make_run()], tmp_path / "record")
+    edit(tmp_path / "record" / "record.json", change)
+    with pytest.raises(UserError, match=message):
+        read_record(tmp_path / "record")
+
+
+def test_accuracies_that_are_not_those_of_the_runs_last_epoch_are_refused(make_run: Maker, tmp_path: Path) -> None:
+    write_record([make_run()], tmp_path / "record")
+    metrics = tmp_path / "record" / "s0" / "metrics.jsonl"
+    metrics.write_text(json.dumps({"epoch": 1, "split": "test", "top1": [10.0] * 4}) + "\n")
+    with pytest.raises(UserError, match="other accuracies"):
+        read_record(tmp_path / "record")
+
+
+def test_a_record_outlives_settings_that_a_later_version_adds(make_run: Maker, tmp_path: Path) -> None:
+    write_record([make_run()], tmp_path / "record")
+    edit(tmp_path / "record" / "s0" / "config.json", lambda tree: tree["fusion"].clear())
+    assert read_record(tmp_path / "record")["seeds"] == [0]
+
+
+def test_an_existing_record_is_replaced_only_on_request(make_run: Maker, tmp_path: Path) -> None:
+    out = tmp_path / "record"
+    write_record([make_run(0)], out)
+    with pytest.raises(UserError, match="--replace"):
+        write_record([make_run(1)], out)
+    assert read_record(out)["seeds"] == [0]
+    write_record([make_run(1)], out, replace=True)
+    assert read_record(out)["seeds"] == [1]
+    assert sorted(path.name for path in out.iterdir()) == ["record.json", "s1"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"seed": 3, "train.epochs": 100, "train.clip_norm": None, "train.precision": "float32"},
+        {"model.alignment": True, "model.scales": ((1,),) * 16, "data.holdout": 0.02, "optim.lr": 0.1},
+    ],
+)
+def test_the_recorded_command_gives_the_same_config_again(changes: dict[str, Any]) -> None:
+    config = override(get_recipe("tiny-imagenet-bicovg"), changes)
+    command = reproduce(override(config, {"data.root": "/mnt/elsewhere", "train.threads": 4}))
+    assert command is not None
+    args = build_parser().parse_args(command.split()[1:])
+    recipe = get_recipe(args.recipe)
+    assert override(recipe, split_overrides(args, recipe)) == config
+
+
+def test_a_recipe_that_is_gone_has_no_command() -> None:
+    assert reproduce(replace(get_recipe("digits"), recipe="digits-of-old")) is None
+
+
+@pytest.mark.parametrize(
+    ("typed", "kept"),
+    [
+        ("bicovg train digits --out runs/a/b", "bicovg train digits --out runs/a/b"),
+        ("bicovg train --data.root /mnt/d/sets --seed 1", "bicovg train --data.root sets --seed 1"),
+        ("bicovg train --data.root=/mnt/d/sets", "bicovg train --data.root=sets"),
+        (None, None),
+    ],
+)
+def test_absolute_folders_are_cut_from_a_typed_command(typed: str | None, kept: str | None) -> None:
+    assert without_folders(typed) == kept
+
+
+def test_the_records_of_the_repository_hold() -> None:
+    folder = Path(__file__).resolve().parents[1] / "records"
+    if not folder.is_dir():
+        pytest.skip("the repository has no records yet")
+    assert load_records(folder).keys() == {path.name for path in folder.iterdir() if path.is_dir()}

@@ -1,160 +1,189 @@
-"""Checkpoints: a folder of safetensors and JSON, whole or absent. Nothing executes on load.
+"""Checkpoints on disk: a folder of safetensors and JSON, whole or absent. Nothing executes on load.
 
-Written under a temporary name, every file and the folder fsynced, the manifest (size and SHA-256 of every file) last,
-then renamed. The two newest are kept; an older one goes only after the new one stands and verifies.
+``checkpoints/step-S-epoch-E/`` is written as ``.partial-...``: every file synced, the manifest (size and SHA-256 of
+every file) last, then the folder, then renamed, then the parent synced. It is read back and verified before an older
+one goes; at least two that verify are kept. There is no pointer to the latest: it is the newest that verifies.
 """
 
 import hashlib
 import json
 import os
-import shutil
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
-from safetensors.torch import load_file, save
-from torch import Tensor
-from torch.optim import Optimizer
+from bicovg.durable import discard, open_regular, read_regular, sync_folder, write_synced
+from bicovg.errors import StorageError
 
-from bicovg.errors import UserError
-from bicovg.networks import LocalNetwork
-
-SCHEMA = 1
+SCHEMA = 2
 KEEP = 2
+FOLDER = "checkpoints"
+MANIFEST = "manifest.json"
+MODEL, OPTIMIZER, PROGRESS, METRICS = FILES = (
+    "model.safetensors",
+    "optimizer.safetensors",
+    "progress.json",
+    "metrics.jsonl",
+)
+MAX_FILE = 16 << 30
+MAX_JSON = 1 << 16
+_NAME = re.compile(r"step-[0-9]{9,12}-epoch-[0-9]{4,8}")
+T = TypeVar("T")
 
 
-def pack_optimizer(index: int, optimizer: Optimizer, names: dict[Tensor, str]) -> dict[str, Tensor]:
-    """Optimizer state as flat tensors named ``unit.parameter.key``."""
-    packed = {}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            if value is not None:
-                packed[f"{index}|{names[parameter]}|{key}"] = torch.as_tensor(value)
-    return packed
+class Unusable(Exception):
+    """Why a checkpoint cannot be used."""
 
 
-def save_checkpoint(
-    run: Path, net: LocalNetwork, optimizers: list[Optimizer], progress: dict[str, Any], loss_sum: Tensor
-) -> Path:
-    """Write ``checkpoints/step-N``; ``progress`` must hold ``step`` and is plain JSON."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in net.named_parameters()}
-    optimizer_state = {}
-    for index, optimizer in enumerate(optimizers):
-        optimizer_state.update(pack_optimizer(index, optimizer, names))
-    optimizer_state["loss_sum"] = loss_sum
-    files = {
-        "model.safetensors": save({k: _plain(v) for k, v in net.state_dict().items()}),
-        "optimizer.safetensors": save({k: _plain(v) for k, v in optimizer_state.items()}),
-        "progress.json": (json.dumps(progress, indent=2) + "\n").encode(),
-    }
-    folder = run / "checkpoints"
-    folder.mkdir(exist_ok=True)
-    final = folder / f"step-{progress['step']:09d}"
-    partial = folder / f".partial-{final.name}"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    for name, blob in files.items():
-        _write_synced(partial / name, blob)
-    manifest = {
-        "schema": SCHEMA,
-        "files": {
-            name: {"bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()} for name, blob in files.items()
-        },
-    }
-    _write_synced(partial / "manifest.json", (json.dumps(manifest, indent=2) + "\n").encode())
-    _sync_folder(partial)
-    if final.exists():  # the same step again: the state is the same, replace it whole
-        shutil.rmtree(final)
-    partial.rename(final)
-    _sync_folder(folder)
+def checkpoint_name(step: int, epoch: int) -> str:
+    """Sorts by age: a step may be saved before and after its epoch is closed."""
+    return f"step-{step:09d}-epoch-{epoch:04d}"
+
+
+def write_checkpoint(run: Path, name: str, files: Mapping[str, bytes], keep: int = KEEP) -> Path:
+    """Write, sync, rename, verify; then remove what is older than the newest ``keep`` that verify."""
+    folder = run / FOLDER
+    if not folder.is_dir():
+        os.mkdir(folder)
+        sync_folder(run)
+    _refuse_link(folder)
+    _sweep(folder)
+    final = folder / name
     if verify_checkpoint(final) is None:
-        for old in list_checkpoints(run)[:-KEEP]:
-            shutil.rmtree(old)
+        return final  # the same step again: the state is the same
+    partial, refused = folder / f".partial-{name}", folder / f".trash-{name}"
+    os.mkdir(partial)
+    for file, blob in files.items():
+        write_synced(partial / file, blob)
+    write_synced(partial / MANIFEST, make_manifest(files))
+    sync_folder(partial)
+    if os.path.lexists(final):  # one of this name that did not verify
+        os.rename(final, refused)
+    os.rename(partial, final)
+    sync_folder(folder)
+    reason = verify_checkpoint(final)
+    if reason is not None:
+        raise StorageError(f"{final} was not stored as it was written, {reason}: check the disk; older ones are kept")
+    discard(refused)
+    retire_checkpoints(run, keep)
     return final
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """A contiguous CPU copy: safetensors stores no strides."""
-    return tensor.detach().cpu().contiguous().clone()
+def make_manifest(files: Mapping[str, bytes]) -> bytes:
+    listed = {name: {"bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()} for name, blob in files.items()}
+    return (json.dumps({"schema": SCHEMA, "files": listed}, indent=2) + "\n").encode()
 
 
-def _write_synced(path: Path, blob: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(blob)
-        file.flush()
-        os.fsync(file.fileno())
+def retire_checkpoints(run: Path, keep: int) -> None:
+    """Remove all that are older than the newest ``keep`` that verify; each vanishes whole, by a rename."""
+    found, good = list_checkpoints(run), 0
+    while found and good < max(keep, KEEP):
+        good += verify_checkpoint(found.pop()) is None
+    for path in found:
+        trash = path.with_name(f".trash-{path.name}")
+        os.rename(path, trash)
+        discard(trash)
 
 
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _sweep(folder: Path) -> None:
+    """What a killed process left half written or half removed."""
+    for pattern in (".partial-*", ".trash-*"):
+        for path in folder.glob(pattern):
+            discard(path)
+
+
+def _refuse_link(folder: Path) -> None:
+    if folder.is_symlink():
+        raise StorageError(f"{folder} is a symbolic link: checkpoints must lie inside their run folder")
 
 
 def list_checkpoints(run: Path) -> list[Path]:
-    """Oldest first."""
-    return sorted((run / "checkpoints").glob("step-*"))
+    """Oldest first; usable or not."""
+    folder = run / FOLDER
+    if not folder.is_dir() or folder.is_symlink():
+        return []
+    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Name -> {bytes, sha256} of exactly the expected files, or ``Unusable``."""
+    if path.is_symlink():
+        raise Unusable("it is a symbolic link")
+    try:
+        manifest = json.loads(read_regular(path / MANIFEST, MAX_JSON))
+        schema, files = manifest["schema"], manifest["files"]
+        if type(schema) is not int or schema != SCHEMA:
+            raise Unusable(f"its schema is {schema!r:.40}, this version reads {SCHEMA}")
+        if not isinstance(files, dict) or set(files) != set(FILES):
+            raise Unusable(f"its manifest lists {list(files)!r:.80}")
+        for entry in files.values():
+            if type(entry["bytes"]) is not int or type(entry["sha256"]) is not str:
+                raise Unusable("its manifest is malformed")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Unusable(f"{MANIFEST}: {_explain(error)}") from None
+    return dict(files)
+
+
+def read_checked(path: Path, name: str, limit: int = MAX_FILE) -> bytes:
+    """One file of a checkpoint, if it is what the manifest says, or ``Unusable``."""
+    expected = read_manifest(path)[name]
+    try:
+        blob = read_regular(path / name, min(limit, MAX_FILE))
+    except OSError as error:
+        raise Unusable(f"{name}: {_explain(error)}") from None
+    _compare(name, len(blob), hashlib.sha256(blob).hexdigest(), expected)
+    return blob
 
 
 def verify_checkpoint(path: Path) -> str | None:
-    """Why this checkpoint cannot be used, or None."""
+    """Why this checkpoint cannot be used, or None. Reads every byte, keeps none."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        if manifest["schema"] != SCHEMA:
-            return f"schema {manifest['schema']!r} is not {SCHEMA}"
-        for name in ("model.safetensors", "optimizer.safetensors", "progress.json"):
-            expected = manifest["files"][name]
-            blob = (path / name).read_bytes()
-            if len(blob) != expected["bytes"]:
-                return f"{name} has {len(blob)} bytes, the manifest says {expected['bytes']}"
-            if hashlib.sha256(blob).hexdigest() != expected["sha256"]:
-                return f"{name} does not match its checksum"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
+        for name, expected in read_manifest(path).items():
+            try:
+                size, digest = _hash_file(path / name)
+            except OSError as error:
+                raise Unusable(f"{name}: {_explain(error)}") from None
+            _compare(name, size, digest, expected)
+    except Unusable as reason:
+        return str(reason)
     return None
 
 
-def find_checkpoint(run: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and a line for each that was skipped."""
+def _hash_file(path: Path) -> tuple[int, str]:
+    descriptor, size = open_regular(path, MAX_FILE)
+    with os.fdopen(descriptor, "rb") as file:
+        return size, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _compare(name: str, size: int, digest: str, expected: Mapping[str, Any]) -> None:
+    if size != expected["bytes"]:
+        raise Unusable(f"{name} has {size} bytes, the manifest says {expected['bytes']}")
+    if digest != expected["sha256"]:
+        raise Unusable(f"{name} does not match its checksum")
+
+
+def _explain(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    return str(error) if isinstance(error, OSError) else f"not valid ({type(error).__name__})"
+
+
+def walk_back(run: Path, load: Callable[[Path], T]) -> tuple[Path | None, T | None, list[str]]:
+    """The newest checkpoint that verifies and that ``load`` takes, what it gave, and a line for each one skipped."""
     skipped: list[str] = []
     for path in reversed(list_checkpoints(run)):
         reason = verify_checkpoint(path)
         if reason is None:
-            return path, skipped
+            try:
+                return path, load(path), skipped
+            except Unusable as error:
+                reason = str(error)
         skipped.append(f"skipped {path.name}: {reason}")
-    return None, skipped
+    return None, None, skipped
 
 
-def load_weights(path: Path, net: LocalNetwork) -> None:
-    """Model weights and buffers, in place."""
-    try:
-        net.load_state_dict(load_file(path / "model.safetensors"))
-    except RuntimeError as error:
-        first = str(error).splitlines()[-1].strip()
-        raise UserError(f"{path} does not fit the network of its config.json: {first}") from None
-
-
-def load_training_state(path: Path, net: LocalNetwork, optimizers: list[Optimizer]) -> tuple[dict[str, Any], Tensor]:
-    """Optimizer state into ``optimizers``; returns progress and the running loss sum.
-
-    Call before a step is captured in a CUDA graph: the state tensors are new.
-    """
-    stored = load_file(path / "optimizer.safetensors")
-    loss_sum = stored.pop("loss_sum")
-    parameters = dict(net.named_parameters())
-    for name, value in stored.items():
-        index, parameter_name, key = name.split("|")
-        parameter = parameters[parameter_name]
-        scalar_on_cpu = key == "step" and not optimizers[int(index)].defaults.get("capturable", False)
-        device = "cpu" if scalar_on_cpu and not optimizers[int(index)].defaults.get("fused") else parameter.device
-        state = value.to(device)
-        if state.shape == parameter.shape and parameter.dim() == 4:
-            state = state.contiguous(memory_format=_memory_format(parameter))
-        optimizers[int(index)].state[parameter][key] = state
-    return json.loads((path / "progress.json").read_text()), loss_sum
-
-
-def _memory_format(tensor: Tensor) -> torch.memory_format:
-    return torch.contiguous_format if tensor.is_contiguous() else torch.channels_last
+def find_checkpoint(run: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that verifies, and a line for each that was skipped."""
+    path, _, skipped = walk_back(run, lambda path: path)
+    return path, skipped

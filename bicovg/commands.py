@@ -1,4 +1,4 @@
-"""The commands that need torch: train, resume, eval, fuse, predict, compare."""
+"""The commands that need torch: train, resume, eval, fuse, predict, compare, checkpoint."""
 
 import argparse
 import statistics
@@ -9,13 +9,27 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bicovg.checkpoint import find_checkpoint, list_checkpoints, verify_checkpoint
 from bicovg.config import Config, override
 from bicovg.diagnostics import mean_gain
 from bicovg.display import combined_rows, summary_table
-from bicovg.errors import UserError
+from bicovg.errors import StorageError, UserError
 from bicovg.evaluation import report_fusion
 from bicovg.runlog import read_config, read_summary, write_json
+from bicovg.stopping import RunLock, Stopper
 from bicovg.trainer import Trainer
+
+MOVABLE = {  # where, how fast and how safely a run goes on, which does not change what it computes
+    "data.root",
+    "data.prefetch",
+    "train.device",
+    "train.threads",
+    "train.engine",
+    "train.save_every",
+    "train.save_seconds",
+    "train.keep",
+    "train.nonfinite",
+}
 
 
 def wide_console() -> Console:
@@ -24,21 +38,29 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(width=120)
 
 
+def make_stopper(max_seconds: float | None) -> Stopper:
+    if max_seconds is not None and not 0 < max_seconds < float("inf"):
+        raise UserError(f"--max-seconds {max_seconds:g} is out of range: give a number of seconds above 0")
+    return Stopper(max_seconds)
+
+
 def train(config: Config, args: argparse.Namespace) -> int:
     """One run, or one per seed."""
-    if args.seeds is None:
-        return finish(Trainer.start(config, args.out), args.max_seconds)
-    if len(set(args.seeds)) != len(args.seeds):
-        raise UserError(f"--seeds {' '.join(map(str, args.seeds))} names a seed twice")
-    if args.out and Path(args.out).exists():
-        raise UserError(f"--out {args.out} exists: choose another folder")
-    runs = []
-    for seed in args.seeds:
-        out = str(Path(args.out) / f"s{seed}") if args.out else None
-        trainer = Trainer.start(replace(config, seed=seed), out)
-        if finish(trainer, args.max_seconds, quiet=True):
-            return 1
-        runs.append(trainer.run)
+    with make_stopper(args.max_seconds) as stopper:
+        if args.seeds is None:
+            finish(Trainer.start(config, args.out), stopper)
+            return stopper.exit_code
+        if len(set(args.seeds)) != len(args.seeds):
+            raise UserError(f"--seeds {' '.join(map(str, args.seeds))} names a seed twice")
+        if args.out and Path(args.out).exists():
+            raise UserError(f"--out {args.out} exists: choose another folder")
+        runs = []
+        for seed in args.seeds:
+            out = str(Path(args.out) / f"s{seed}") if args.out else None
+            trainer = Trainer.start(replace(config, seed=seed), out)
+            if not finish(trainer, stopper, quiet=True):
+                return stopper.exit_code
+            runs.append(trainer.run)
     wide_console().print(comparison_table([runs]))
     print("runs: " + " ".join(map(str, runs)))
     return 0
@@ -48,24 +70,26 @@ def resume(args: argparse.Namespace, changes: dict[str, Any]) -> int:
     """Continue a run folder; only where and how fast it runs may change."""
     if args.recipe or args.out or args.seeds:
         raise UserError("--resume continues a run as it is: give no recipe, --out or --seeds beside it")
-    movable = {"data.root", "train.device", "train.threads", "train.engine", "data.prefetch"}
     for path in changes:
-        if path not in movable:
+        if path not in MOVABLE:
             raise UserError(f"--{path} cannot change on --resume: it would be another run; start a new one instead")
     run = Path(args.resume)
-    return finish(Trainer.resume(run, override(read_config(run), changes)), args.max_seconds)
+    with make_stopper(args.max_seconds) as stopper:
+        finish(Trainer.resume(run, override(read_config(run), changes)), stopper)
+        return stopper.exit_code
 
 
-def finish(trainer: Trainer, max_seconds: float | None, quiet: bool = False) -> int:
-    summary = trainer.train(max_seconds)
+def finish(trainer: Trainer, stopper: Stopper, quiet: bool = False) -> bool:
+    """Train to the end and print the result; False if it was stopped first."""
+    summary = trainer.train(stopper)
     if summary is None:
-        print(f"stopped after {max_seconds:g} s at step {trainer.progress.step}")
-        print(f"go on with: bicovg train --resume {trainer.run}")
-        return 0 if not quiet else 1
+        print(f"stopped by {stopper.reason} at step {trainer.progress.step}")
+        print(f"go on with: bicovg train --resume {trainer.run}", flush=True)
+        return False
     wide_console().print(summary_table(summary))
     if not quiet:
         print(f"run folder: {trainer.run}")
-    return 0
+    return True
 
 
 def open_run(args: argparse.Namespace) -> Trainer:
@@ -81,9 +105,22 @@ def open_run(args: argparse.Namespace) -> Trainer:
 def evaluate(args: argparse.Namespace) -> int:
     trainer = open_run(args)
     summary = trainer.summarise()
-    write_json(trainer.run / "summary.json", summary)
     wide_console().print(summary_table(summary))
+    store_summary(trainer.run, summary)
     return 0
+
+
+def store_summary(run: Path, summary: dict[str, Any]) -> None:
+    """Write summary.json, unless the run is being trained right now."""
+    try:
+        lock = RunLock(run)
+    except StorageError:
+        raise
+    except UserError as busy:
+        print(f"summary.json was not written: {busy}")
+        return
+    write_json(run / "summary.json", summary)
+    lock.release()
 
 
 def fuse(args: argparse.Namespace) -> int:
@@ -96,10 +133,32 @@ def fuse(args: argparse.Namespace) -> int:
     summary = read_summary(trainer.run)
     record, _ = report_fusion(trainer.logits(args.on), trainer.logits("test"), trainer.config.fusion)
     summary["fusion"][args.on] = record
-    write_json(trainer.run / "summary.json", summary)
     wide_console().print(summary_table(summary))
     print(f"fusion fitted on {args.on}: N_eff {record['N_eff']:.2f}")
+    store_summary(trainer.run, summary)
     return 0
+
+
+def checkpoint(args: argparse.Namespace) -> int:
+    """``list`` what is there and how large, or ``verify`` every byte: 1 if one is damaged."""
+    run = Path(args.run)
+    read_config(run)
+    found = list_checkpoints(run)
+    if not found:
+        raise UserError(f"{run} has no checkpoint yet: train it with `bicovg train --resume {run}`")
+    damaged = 0
+    for path in found:
+        if args.action == "list":
+            size = sum(file.stat().st_size for file in path.iterdir() if file.is_file()) if path.is_dir() else 0
+            print(f"{path.name}  {size / 1e6:,.1f} MB")
+        else:
+            reason = verify_checkpoint(path)
+            damaged += reason is not None
+            print(f"{path.name}  {'every byte is as written' if reason is None else 'CANNOT BE USED: ' + reason}")
+    if args.action == "verify":
+        newest, _ = find_checkpoint(run)
+        print(f"--resume would use {newest.name if newest else 'none of them'}")
+    return 1 if damaged else 0
 
 
 def predict(args: argparse.Namespace) -> int:

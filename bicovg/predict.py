@@ -1,6 +1,5 @@
 """Classify image files with a finished run. Takes images and nothing else: no label can reach it."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,14 +8,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bicovg.checkpoint import find_checkpoint, load_weights
+from bicovg.checkpoint import walk_back
 from bicovg.config import Config
 from bicovg.data.augment import normalise
 from bicovg.errors import UserError
 from bicovg.fusion import mean_logits
 from bicovg.networks import LocalNetwork
-from bicovg.runlog import read_config, read_summary
-from bicovg.trainer import build_on, pick_device
+from bicovg.preparation import build_on, check_config, pick_device
+from bicovg.runlog import read_config, read_data, read_summary
+from bicovg.state import read_weights
 
 BATCH = 64
 
@@ -65,11 +65,12 @@ def combine(logits: Float[Tensor, "e b k"], head: str, run: Path, exits: list[in
 def load_run(run: Path, device: str) -> tuple[LocalNetwork, Config]:
     """The trained network of a run folder, in eval mode; needs no data set."""
     config = read_config(run)
-    checkpoint, _ = find_checkpoint(run)
-    if checkpoint is None:
-        raise UserError(f"{run} has no usable checkpoint yet: train it with `bicovg train --resume {run}`")
+    check_config(config)
     net = build_on(config, pick_device(device))
-    load_weights(checkpoint, net)
+    _, weights, _ = walk_back(run, lambda path: read_weights(path, net))
+    if weights is None:
+        raise UserError(f"{run} has no usable checkpoint yet: train it with `bicovg train --resume {run}`")
+    net.load_state_dict(weights)
     return net.eval(), config
 
 
@@ -81,10 +82,9 @@ def predict_files(
     net, config = load_run(run, device)
     if top < 1:
         raise UserError(f"--top {top} must be at least 1")
-    data = json.loads((run / "data.json").read_text())
-    classes: list[str] = data["classes"]
+    classes, means, stds = read_data(run, config)
     where = next(net.parameters()).device
-    mean, std = torch.tensor(data["mean"]), torch.tensor(data["std"])
+    mean, std = torch.tensor(means), torch.tensor(stds)
     for start in range(0, len(names), BATCH):
         part = names[start : start + BATCH]
         images = torch.stack([read_image(Path(name), config) for name in part])

@@ -1,7 +1,8 @@
 """The run folder: what is written where, and when.
 
 ``config.json`` first and complete, ``env.json``, ``metrics.jsonl`` (deterministic values only), ``timing.jsonl``
-(speed, memory, wall time), ``summary.json`` last.
+(speed, memory, wall time), ``events.jsonl`` (what the guard found), ``summary.json`` last. A checkpoint carries the
+metrics up to its step, so a resumed run continues the file without a line twice or missing.
 """
 
 import json
@@ -14,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from bicovg.config import Config, from_json, to_json
-from bicovg.errors import UserError
+from bicovg.durable import append_line, read_regular, replace_file, sync_folder
+from bicovg.errors import StorageError, UserError
+
+MAX_TEXT = 1 << 28
 
 
 def new_run_folder(config: Config, out: str | None) -> Path:
@@ -23,24 +27,44 @@ def new_run_folder(config: Config, out: str | None) -> Path:
     path = Path(out) if out else Path("runs") / f"{config.recipe}-s{config.seed}-{stamp}"
     if out is None and path.exists():
         path = path.with_name(f"{path.name}-{os.getpid()}")
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.mkdir(parents=True)
+        for folder in missing:
+            sync_folder(folder.parent)
+        replace_file(path / "config.json", to_json(config).encode())
     except FileExistsError:
         raise UserError(f"--out {path} exists: choose another folder, or continue it with --resume {path}") from None
     except OSError as error:
-        raise UserError(f"cannot create {path}: {error.strerror}; choose a writable folder with --out") from None
-    (path / "config.json").write_text(to_json(config))
+        raise StorageError(f"cannot create {path}: {error.strerror}; choose a writable folder with --out") from None
     return path
 
 
 def read_config(run: Path) -> Config:
     path = run / "config.json"
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise UserError(f"{run} is not a run folder: it has no config.json")
+    return from_json(_read_text(path), str(path))
+
+
+def _read_text(path: Path) -> str:
     try:
-        return from_json(path.read_text(), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
+        return read_regular(path, MAX_TEXT).decode()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}; restore it") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not text: restore it") from None
+
+
+def read_json(path: Path, repair: str) -> dict[str, Any]:
+    """A JSON object, or a UserError with the repair."""
+    try:
+        value = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise error if isinstance(error, UserError) else UserError(f"{path} is not valid JSON: {repair}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object: {repair}")
+    return value
 
 
 def read_summary(run: Path) -> dict[str, Any]:
@@ -48,18 +72,41 @@ def read_summary(run: Path) -> dict[str, Any]:
     if not path.is_file():
         read_config(run)
         raise UserError(f"{run} has no summary.json: the run is unfinished; continue it with train --resume {run}")
+    repair = f"make it anew with `bicovg eval {run}`"
+    summary = read_json(path, repair)
     try:
-        summary: dict[str, Any] = json.loads(path.read_text())
-    except ValueError:
-        raise UserError(f"{path} is not valid JSON: make it anew with `bicovg eval {run}`") from None
+        rows = len(summary["exit_blocks"])
+        whole = rows == len(summary["test"]["exits"]["top1"]) and {"train", "heldout"} <= set(summary["fusion"])
+        whole = whole and {"recipe", "seed", "scope"} <= set(summary) and {"last", "mean"} <= set(summary["test"])
+    except (KeyError, TypeError):
+        whole = False
+    if not whole:
+        raise UserError(f"{path} is incomplete: {repair}")
     return summary
 
 
+def read_data(run: Path, config: Config) -> tuple[list[str], list[float], list[float]]:
+    """Class names, mean and std that a run wrote down when it opened its data set."""
+    path = run / "data.json"
+    repair = f"resume the run once with `bicovg train --resume {run}`, which writes it anew"
+    data = read_json(path, repair)
+    try:
+        classes = [str(name) for name in data["classes"]]
+        mean, std = [float(x) for x in data["mean"]], [float(x) for x in data["std"]]
+    except (KeyError, TypeError, ValueError):
+        classes, mean, std = [], [], []
+    wanted = (config.data.num_classes, config.data.image_channels, config.data.image_channels)
+    if (len(classes), len(mean), len(std)) != wanted or not min(std) > 0:
+        raise UserError(f"{path} does not fit config.json: {repair}")
+    return classes, mean, std
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Whole or absent: written beside, then renamed over."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
-    temporary.replace(path)
+    """Whole or absent: written beside, synced, renamed over."""
+    try:
+        replace_file(path, (json.dumps(value, indent=2) + "\n").encode())
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}; correct that and run the command again") from None
 
 
 def describe_environment(device: str, threads: int) -> dict[str, Any]:
@@ -101,33 +148,52 @@ def find_commit() -> str | None:
 
 
 class RunLog:
-    """Appends to a run folder's two line files."""
+    """Appends to a run folder's line files."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
 
     def append(self, name: str, record: dict[str, Any]) -> None:
-        with (self.run / name).open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        try:
+            append_line(self.run / name, json.dumps(record))
+        except OSError as error:
+            raise StorageError(
+                f"cannot write {self.run / name}: {error.strerror}; correct that, then go on with "
+                f"`bicovg train --resume {self.run}`"
+            ) from None
 
-    def metrics_size(self) -> int:
-        """Bytes of metrics.jsonl, kept in each checkpoint so that a resume can cut what came after it."""
+    def metrics(self) -> bytes:
+        """metrics.jsonl so far."""
         path = self.run / "metrics.jsonl"
-        return path.stat().st_size if path.exists() else 0
+        return read_regular(path, MAX_TEXT) if path.exists() else b""
 
-    def cut_metrics(self, size: int) -> None:
-        path = self.run / "metrics.jsonl"
-        if path.exists():
-            os.truncate(path, size)
+    def restore(self, metrics: bytes, epoch: int, step: int) -> None:
+        """The line files as they stood at a checkpoint; of timing and events, what lies before it."""
+        replace_file(self.run / "metrics.jsonl", metrics)
+        for name, key, limit in (("timing.jsonl", "epoch", epoch), ("events.jsonl", "step", step)):
+            records = [record or {} for record in _parse_lines(self.run / name)]
+            kept = [record for record in records if isinstance(record.get(key), int) and record[key] < limit]
+            if kept or (self.run / name).exists():
+                replace_file(self.run / name, "".join(json.dumps(record) + "\n" for record in kept).encode())
+
+
+def _parse_lines(path: Path) -> list[dict[str, Any] | None]:
+    """Every whole line as a JSON object, None where it is none; a torn last line is left out."""
+    records: list[dict[str, Any] | None] = []
+    for line in _read_text(path).split("\n")[:-1] if path.exists() else ():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        records.append(record if isinstance(record, dict) else None)
+    return records
 
 
 def read_lines(run: Path, name: str) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl or timing.jsonl; a torn last line is left out."""
-    path = run / name
-    if not path.exists():
-        return []
+    """The records of metrics.jsonl, timing.jsonl or events.jsonl."""
     records = []
-    for line in path.read_text().splitlines(keepends=True):
-        if line.endswith("\n"):
-            records.append(json.loads(line))
+    for number, record in enumerate(_parse_lines(run / name), start=1):
+        if record is None:
+            raise UserError(f"line {number} of {run / name} is not a JSON object: remove it, or resume the run")
+        records.append(record)
     return records

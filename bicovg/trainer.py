@@ -1,77 +1,39 @@
 """Epochs, evaluation, logging, checkpoints, resume."""
 
-import math
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bicovg.checkpoint import find_checkpoint, load_training_state, load_weights, save_checkpoint
+from bicovg.checkpoint import METRICS, checkpoint_name, read_checked, walk_back
 from bicovg.config import Config
+from bicovg.data.loader import Batch
 from bicovg.data.splits import Splits, load_splits, make_loaders
 from bicovg.display import Display
-from bicovg.engine import ENGINES, make_engine
-from bicovg.errors import UserError
+from bicovg.engine import make_engine
+from bicovg.errors import NonFiniteError, UserError
 from bicovg.evaluation import collect_logits, exit_accuracies, report_exits, report_fusion
 from bicovg.fusion import mean_logits, top_k_accuracy
-from bicovg.limits import check_settings
-from bicovg.methods import build_network
-from bicovg.networks import LocalNetwork, count_parameters, dry_run
+from bicovg.networks import LocalNetwork, count_parameters
 from bicovg.optim import make_optimizers
+from bicovg.preparation import build_on as build_on
+from bicovg.preparation import check_config as check_config
+from bicovg.preparation import pick_device as pick_device
+from bicovg.preparation import set_up_process
 from bicovg.profiling import peak_memory, reset_peak_memory
 from bicovg.runlog import RunLog, describe_environment, new_run_folder, write_json
-from bicovg.step import check_step
-
-
-def pick_device(name: str) -> torch.device:
-    """``auto`` takes a GPU where there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("--train.device cuda: no CUDA device is visible; use cpu or auto")
-    if name not in ("cpu", "cuda"):
-        raise UserError(f"--train.device {name!r} is unknown: choose auto, cpu or cuda")
-    return torch.device(name)
-
-
-def check_config(config: Config) -> None:
-    """Everything that can be known to be wrong before data is opened or a folder is made."""
-    check_settings(config)
-    train, data = config.train, config.data
-    try:
-        check_step(train.schedule, train.clip_norm, train.clip_scope, train.precision)
-        dry_run(
-            lambda: build_network(config.model, data.num_classes, data.image_channels),
-            (data.image_channels, data.image_size, data.image_size),
-        )
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    if train.engine not in ENGINES:
-        raise UserError(f"--train.engine {train.engine!r} is unknown: choose one of {', '.join(ENGINES)}")
-
-
-@dataclass
-class Progress:
-    """Where a run stands; with the weights, all a resume needs."""
-
-    epoch: int = 0
-    step_in_epoch: int = 0
-    step: int = 0
-    metrics_bytes: int = 0
-    seconds: float = 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+from bicovg.saving import Saver
+from bicovg.state import Progress, Snapshot, load_state, read_progress, read_weights
+from bicovg.stopping import RunLock, Stopper, StopRequested
 
 
 @dataclass
 class Trainer:
-    """One run: build with ``start`` or ``resume``, then ``train``."""
+    """One run: build with ``start`` or ``resume``, then ``train``; or ``open`` to evaluate."""
 
     config: Config
     run: Path
@@ -79,6 +41,8 @@ class Trainer:
     splits: Splits
     device: torch.device
     progress: Progress = field(default_factory=Progress)
+    lock: RunLock | None = None
+    stopper: Stopper = field(default_factory=Stopper)
 
     @classmethod
     def start(cls, config: Config, out: str | None = None) -> "Trainer":
@@ -90,95 +54,135 @@ class Trainer:
             raise UserError(
                 f"--train.batch_size {config.train.batch_size} is larger than the {len(splits.train)} training images"
             )
+        set_up_process(config)
+        net = build_on(config, device)
         run = new_run_folder(config, out)
-        return cls(config, run, build_on(config, device), splits, device)._ready(None)
+        trainer = cls(config, run, net, splits, device, lock=RunLock(run))
+        trainer._make_ready()
+        trainer._open_log(b"")
+        return trainer
 
     @classmethod
     def resume(cls, run: Path, config: Config) -> "Trainer":
-        """Continue from the newest checkpoint that verifies, or from the beginning if there is none yet."""
+        """Continue from the newest checkpoint that can be used, or from the beginning if none was written yet."""
         check_config(config)
+        set_up_process(config)
         device = pick_device(config.train.device)
-        trainer = cls(config, run, build_on(config, device), load_splits(config.data), device)
-        path, skipped = find_checkpoint(run)
+        lock = RunLock(run)
+        trainer = cls(config, run, build_on(config, device), load_splits(config.data), device, lock=lock)
+        trainer._make_ready()
+        path, metrics, skipped = walk_back(run, trainer._load)
         for line in skipped:
             print(line)
-        print(f"resuming {run} from {path.name if path else 'the beginning: it has no usable checkpoint'}")
-        return trainer._ready(path)
+        if path is None and skipped:
+            raise UserError(
+                f"none of the {len(skipped)} checkpoints of {run} can be used: restore one, or move "
+                f"{run / 'checkpoints'} away to begin anew"
+            )
+        print(f"resuming {run} from {path.name if path else 'the beginning: it has no checkpoint yet'}")
+        trainer._open_log(metrics or b"")
+        return trainer
 
     @classmethod
     def open(cls, run: Path, config: Config) -> "Trainer":
         """The newest weights of a run, to evaluate; nothing is written."""
+        check_config(config)
         device = pick_device(config.train.device)
-        trainer = cls(config, run, build_on(config, device), load_splits(config.data), device)
-        path, _ = find_checkpoint(run)
-        if path is None:
+        set_up_process(config)
+        net = build_on(config, device)
+        path, weights, skipped = walk_back(run, lambda path: (read_weights(path, net), read_progress(path)))
+        for line in skipped:
+            print(line)
+        if path is None or weights is None:
             raise UserError(f"{run} has no usable checkpoint yet: train it with `bicovg train --resume {run}`")
-        return trainer._ready(path, writing=False)
+        net.load_state_dict(weights[0])
+        trainer = cls(config, run, net, load_splits(config.data), device, weights[1])
+        trainer._make_ready()
+        return trainer
 
-    def _ready(self, checkpoint: Path | None, writing: bool = True) -> "Trainer":
-        if self.config.train.threads:
-            torch.set_num_threads(self.config.train.threads)
+    def _make_ready(self) -> None:
         self.log = RunLog(self.run)
+        self.saver = Saver(self.run, self.config.train.keep, self.config.train.save_seconds)
         self.optimizers = make_optimizers(self.net, self.config.optim, self.device)
-        self.loss_sum = torch.zeros(len(self.net.exits), dtype=torch.float64, device=self.device)
-        if checkpoint is not None:
-            load_weights(checkpoint, self.net)
-            progress, loss_sum = load_training_state(checkpoint, self.net, self.optimizers)
-            self.progress = Progress(**progress)
-            self.loss_sum.copy_(loss_sum)
+        # sum of the finite losses of each exit since the epoch began, and their number
+        self.losses = torch.zeros(2, len(self.net.exits), dtype=torch.float64, device=self.device)
         self.loaders = make_loaders(self.splits, self.config, self.device)
         self.engine = make_engine(self.net, self.optimizers, self.config, self.loaders["train"])
-        if writing:
-            self.log.cut_metrics(self.progress.metrics_bytes)
-            write_json(self.run / "env.json", describe_environment(self.device.type, torch.get_num_threads()))
-            write_json(
-                self.run / "data.json",
-                {"classes": self.splits.classes, "mean": self.splits.mean, "std": self.splits.std},
-            )
-        return self
 
-    def train(self, max_seconds: float | None = None) -> dict[str, Any] | None:
-        """Run to the end and return the summary; None if ``max_seconds`` ran out first (resumable)."""
-        begun = time.monotonic()
-        before = self.progress.seconds
-        config = self.config.train
-        with Display(self.config, self.net.exits, self.engine.name) as display:
-            while self.progress.epoch < config.epochs:
-                finished = self._train_epoch(begun, max_seconds)
-                self.progress.seconds = before + time.monotonic() - begun
-                if not finished:
-                    self.save()
-                    return None
-                self._close_epoch(display)
-                if config.save_every and self.progress.epoch % config.save_every == 0:
-                    self.save()
-        self.progress.seconds = before + time.monotonic() - begun
-        self.save()
-        summary = self.summarise()
-        write_json(self.run / "summary.json", summary)
-        return summary
+    def _load(self, checkpoint: Path) -> bytes:
+        """Take a checkpoint's state; returns the metrics up to it. Nothing has changed where it is Unusable."""
+        metrics = read_checked(checkpoint, METRICS)
+        self.progress = load_state(
+            checkpoint, self.net, self.optimizers, self.losses, self.config.train.epochs, len(self.loaders["train"])
+        )
+        return metrics
 
-    def _train_epoch(self, begun: float, max_seconds: float | None) -> bool:
-        """The rest of the current epoch; False if the time ran out (at a step boundary)."""
+    def _open_log(self, metrics: bytes) -> None:
+        self.log.restore(metrics, self.progress.epoch, self.progress.step)
+        write_json(self.run / "env.json", describe_environment(self.device.type, torch.get_num_threads()))
+        write_json(
+            self.run / "data.json",
+            {"classes": self.splits.classes, "mean": self.splits.mean, "std": self.splits.std},
+        )
+
+    def train(self, stopper: Stopper | None = None) -> dict[str, Any] | None:
+        """Run to the end and return the summary; None if ``stopper`` asked to stop first (saved, resumable)."""
+        self.stopper = stopper or self.stopper
+        self._begun = time.monotonic() - self.progress.seconds
+        try:
+            with Display(self.config, self.net.exits, self.engine.name) as display:
+                while self.progress.epoch < self.config.train.epochs:
+                    self._train_epoch()
+                    self._close_epoch(display)
+            self.save(wait=True)
+            summary = self.summarise()
+            write_json(self.run / "summary.json", summary)
+            return summary
+        except StopRequested:
+            self.save(wait=True)
+            return None
+        except NonFiniteError as error:
+            self._note_events()
+            raise NonFiniteError(
+                f"{error}: lower --optim.lr or set --train.clip_norm in a new run, or go on without such steps by "
+                f"`bicovg train --resume {self.run} --train.nonfinite skip`"
+            ) from None
+        finally:
+            self.saver.close()
+            if self.lock is not None:
+                self.lock.release()
+
+    def _train_epoch(self) -> None:
+        """The rest of the current epoch; StopRequested, if it comes, comes between two steps."""
         reset_peak_memory(self.device)
         loader, progress = self.loaders["train"], self.progress
         self._epoch_begun, self._epoch_start = time.perf_counter(), progress.step_in_epoch
         waited = loader.wait_seconds
+        self.stopper.check_signals()
         for losses in self.engine.steps(progress.epoch, progress.step_in_epoch):
-            self.loss_sum += losses
+            self._add_losses(losses)
             progress.step_in_epoch += 1
             progress.step += 1
-            out_of_time = max_seconds is not None and time.monotonic() - begun >= max_seconds
-            if out_of_time and progress.step_in_epoch < len(loader):
-                return False
+            self._note_events()
+            self.stopper.check()
+            if self.saver.due():
+                self.save()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self._epoch_seconds = time.perf_counter() - self._epoch_begun
         self._epoch_waited = loader.wait_seconds - waited
-        return True
+
+    def _add_losses(self, losses: Tensor) -> None:
+        if self.config.train.nonfinite == "skip":
+            finite = losses.isfinite()
+            self.losses += torch.stack([losses.where(finite, 0), finite])
+        else:  # the run stops before a loss that is not finite is reported
+            self.losses[0] += losses
+            self.losses[1] += 1
 
     def _close_epoch(self, display: Display) -> None:
-        """Evaluate, log, show; then the next epoch begins."""
+        """Evaluate, log, show; then the next epoch begins. A stop during evaluation leaves the epoch open."""
+        self._flush_guard()
         progress, config = self.progress, self.config.train
         steps = progress.step_in_epoch - self._epoch_start
         timing: dict[str, Any] = {
@@ -192,7 +196,7 @@ class Trainer:
             "epoch": progress.epoch,
             "step": progress.step,
             "lr": self.engine.learning_rate(progress.step - 1),
-            "loss": (self.loss_sum / progress.step_in_epoch).tolist(),
+            "loss": (self.losses[0] / self.losses[1].clamp(min=1)).tolist(),
         }
         last = progress.epoch + 1 == config.epochs
         if last or (progress.epoch + 1) % config.eval_every == 0:
@@ -202,14 +206,10 @@ class Trainer:
         self.log.append("timing.jsonl", timing)
         remaining = config.epochs - progress.epoch - 1
         display.update(metrics, timing, remaining * (timing["train_seconds"] + timing["eval_seconds"]))
-        if not all(math.isfinite(value) for value in metrics["loss"]):
-            exit_ = next(i for i, value in enumerate(metrics["loss"]) if not math.isfinite(value))
-            raise UserError(
-                f"the loss of block {self.net.exits[exit_]} is not finite in epoch {progress.epoch}: "
-                "lower --optim.lr or set --train.clip_norm"
-            )
         progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
-        self.loss_sum.zero_()
+        self.losses.zero_()
+        if config.save_every and progress.epoch % config.save_every == 0:
+            self.save()
 
     def _evaluate_curve(self) -> dict[str, Any]:
         split = "heldout" if "heldout" in self.loaders else "test"
@@ -223,12 +223,32 @@ class Trainer:
     def logits(self, split: str, epoch: int = 0) -> tuple[Tensor, Tensor]:
         """Exit logits and labels of ``train`` (plain), ``augmented``, ``heldout`` or ``test`` images."""
         loader = self.loaders[{"train": "plain"}.get(split, split)]
-        return collect_logits(self.net, loader.batches(epoch), self.config.train.precision)
+        return collect_logits(self.net, self._interruptible(loader.batches(epoch)), self.config.train.precision)
 
-    def save(self) -> None:
-        """Write a checkpoint of this step."""
-        self.progress.metrics_bytes = self.log.metrics_size()
-        save_checkpoint(self.run, self.net, self.optimizers, self.progress.as_json(), self.loss_sum)
+    def _interruptible(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            self.stopper.check_signals()
+            yield batch
+
+    def save(self, wait: bool = False) -> None:
+        """Hand a checkpoint of this step to the saver's thread; ``wait`` until it is on disk."""
+        self._flush_guard()
+        if not self.saver.has(checkpoint_name(self.progress.step, self.progress.epoch)):
+            self.progress.seconds = time.monotonic() - self._begun
+            self.saver.save(Snapshot(self.net, self.optimizers, self.losses, self.progress, self.log.metrics()))
+        if wait:
+            self.saver.wait()
+
+    def _flush_guard(self) -> None:
+        """Nothing is saved or reported before the host has seen every flag up to here."""
+        if self.engine.guard is not None:
+            self.engine.guard.flush()
+            self._note_events()
+
+    def _note_events(self) -> None:
+        while self.engine.guard is not None and self.engine.guard.events:
+            event = self.engine.guard.events.pop(0)
+            self.log.append("events.jsonl", {"event": "nonfinite", **asdict(event)})
 
     def summarise(self) -> dict[str, Any]:
         """Final accuracies on test by every rule; nothing is chosen on test but what says so."""
@@ -254,12 +274,3 @@ class Trainer:
             "engine": self.engine.name,
             "wall_seconds": self.progress.seconds,
         }
-
-
-def build_on(config: Config, device: torch.device) -> LocalNetwork:
-    """The network of a config, initialised from its seed on the CPU (so that devices agree), then moved."""
-    torch.manual_seed(config.seed)
-    net = build_network(config.model, config.data.num_classes, config.data.image_channels)
-    if device.type == "cuda":
-        return net.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
-    return net.to(device)

@@ -1,0 +1,92 @@
+"""How a run is asked to stop, and how two runs are kept out of one folder.
+
+SIGTERM, SIGINT and SIGUSR1 (a batch scheduler's warning) only set a flag; the training loop looks at it between two
+steps, saves and leaves with 128 + the signal's number. A second Ctrl-C ends the process at once.
+"""
+
+import fcntl
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from bicovg.durable import read_regular
+from bicovg.errors import StorageError, UserError
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class StopRequested(Exception):
+    """Leave the loop, save, and end with the stopper's exit code."""
+
+
+class Stopper:
+    """Collects reasons to stop; as a context manager it listens to signals (in the main thread only).
+
+    Attributes:
+        reason: what asked to stop, in words; None while nothing has.
+    """
+
+    def __init__(self, max_seconds: float | None = None) -> None:
+        self.begun, self.max_seconds = time.monotonic(), max_seconds
+        self.reason: str | None = None
+        self.exit_code = 0
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Stopper":
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.exit_code == 0:
+            self.reason, self.exit_code = signal.Signals(number).name, 128 + number
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def check_signals(self) -> None:
+        """Between two batches of anything: raises StopRequested if a signal came."""
+        if self.exit_code:
+            raise StopRequested
+
+    def check(self) -> None:
+        """After a training step: raises StopRequested if a signal came or the time is up."""
+        self.check_signals()
+        if self.max_seconds is not None and time.monotonic() - self.begun >= self.max_seconds:
+            self.reason = f"the limit of {self.max_seconds:g} s"
+            raise StopRequested
+
+
+class RunLock:
+    """One process per run folder. The kernel drops the lock when its holder dies, however it dies."""
+
+    def __init__(self, run: Path) -> None:
+        path = run / "lock"
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror}; make the run folder writable") from None
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._descriptor)
+            holder = read_regular(path, 1 << 10).decode(errors="replace").strip() or "another process"
+            raise UserError(f"{run} is in use by {holder}: wait until it has ended, or stop it") from None
+        os.ftruncate(self._descriptor, 0)
+        os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+    def release(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

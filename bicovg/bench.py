@@ -21,7 +21,7 @@ from bicovg.roofline import describe_roofline
 
 ENGINE_CHOICES = ("auto", "fastest", "graph", "graph-plain", "compiled", "eager")
 CANDIDATES = {"cuda": ("graph", "graph-plain"), "cpu": ("eager",)}
-STEADY_STEPS = {"cuda": 18, "cpu": 1}
+STEADY_STEPS = {"cuda": 18, "cpu": 1}  # the steady peak is taken over steps 3 to 20 of a GPU
 TRIALS = 7  # halvings of the range in which the smallest memory lies
 Row = dict[str, Any]
 

@@ -43,6 +43,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.messages,
+            bufsize=0,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
         self.pending = b""
@@ -52,7 +53,6 @@ class Worker:
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
-            self.process.stdin.flush()
         except BrokenPipeError:
             return {"error": self._epitaph()}
         line = self._read_line()

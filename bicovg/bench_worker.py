@@ -30,7 +30,7 @@ from bicovg.profiling import peak_memory, reset_peak_memory, time_steps, track_s
 from bicovg.signals import Credit, assign_gradients
 from bicovg.trainer import build_on, pick_device
 
-FIRST_STEPS, STEADY_STEPS = 2, 18  # the steady peak is taken over steps 3 to 20
+FIRST_STEPS = 2  # library search, compilation and capture happen here
 DATA_BYTES = {"cuda": 1 << 28, "cpu": 1 << 22}  # about what the synthetic images may take
 EPOCH_STEPS = (8, 390)  # fewest and most batches of an epoch
 
@@ -231,37 +231,36 @@ def find_version(package: str) -> str | None:
         return None
 
 
-def serve(lines: Iterator[str], reply: Callable[[dict[str, Any]], None]) -> None:
-    """Answer requests until ``quit`` or the end of the input."""
+class Server:
+    """Answers requests; whatever fails in the code under measurement is an answer too."""
+
     session: Session | None = None
-    for line in lines:
-        request = json.loads(line)
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
-            if request["do"] == "quit":
-                return
             if request["do"] == "describe":
-                reply(describe_device(request["device"]))
-            elif request["do"] == "build":
-                session = Session(request)
-                reply(session.warm_up(request["steady_steps"]))
-            else:
-                assert session is not None, "time before build"
-                reply(session.time_blocks(request["steps"], request["repeats"]))
-        except Exception as error:  # whatever fails in the code under measurement is a result, not a crash
+                return describe_device(request["device"])
+            if request["do"] == "build":
+                self.session = Session(request)
+                return self.session.warm_up(request["steady_steps"])
+            assert self.session is not None, "time before build"
+            return self.session.time_blocks(request["steps"], request["repeats"])
+        except Exception as error:
             traceback.print_exc()
-            reply({"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"})
+            return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
 
 def main() -> None:
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.backends.cudnn.benchmark = True
-
-    def reply(answer: dict[str, Any]) -> None:
-        channel.write(json.dumps(answer) + "\n")
+    server = Server()
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["do"] == "quit":
+            return
+        channel.write(json.dumps(server.answer(request)) + "\n")
         channel.flush()
-
-    serve(iter(sys.stdin), reply)
 
 
 if __name__ == "__main__":

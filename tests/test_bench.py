@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+import bicovg.bench
 from bicovg.bench_cases import make_cases, pick_cases
 from bicovg.bench_client import OUT_OF_TIME, Deadline, Worker
 from bicovg.bench_report import merge_results, results_path
 from bicovg.bench_turns import compare_sides
-from bicovg.bench_worker import accumulate_gradients, feed_constants, serve
+from bicovg.bench_worker import Server, accumulate_gradients, feed_constants
 from bicovg.cli import main
 from bicovg.config import override
 from bicovg.errors import UserError
@@ -34,9 +35,8 @@ def tiny_request(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def ask_in_process(*requests: dict[str, Any]) -> list[dict[str, Any]]:
-    replies: list[dict[str, Any]] = []
-    serve(iter(map(json.dumps, requests)), replies.append)
-    return replies
+    server = Server()
+    return [server.answer(request) for request in requests]
 
 
 def test_the_command_line_can_describe_bench_without_torch() -> None:
@@ -113,7 +113,7 @@ def test_a_constant_readout_still_trains_the_convolution() -> None:
     feed_constants(net)
     unit = net.units[0]
     _, (logits,) = unit(torch.randn(4, 3, 6, 6), torch.arange(4))
-    assert (logits == logits[0]).all()
+    torch.testing.assert_close(logits, logits[:1].expand_as(logits))
     credit = unit.learn(torch.randn(4, 3, 6, 6), torch.arange(4), torch.arange(4))
     assign_gradients([credit])
     block = unit.blocks[0]
@@ -194,7 +194,34 @@ def test_bench_without_time_left_says_so_in_every_row(tmp_path: Path) -> None:
     assert {row["reason"] for row in rows} == {OUT_OF_TIME}
 
 
-def test_side_by_side_reports_every_sides_speed_and_their_ratio(tmp_path: Path) -> None:
+class LocalWorker(Server):
+    """A worker without a process of its own."""
+
+    alive = 0
+
+    def __init__(self, deadline: Deadline) -> None:
+        LocalWorker.alive += 1
+        self.open = True
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self.open
+        return self.answer(request)
+
+    def close(self) -> None:
+        LocalWorker.alive -= self.open
+        self.open = False
+
+    def __enter__(self) -> "LocalWorker":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def test_side_by_side_reports_every_sides_speed_and_their_ratio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bicovg.bench, "Worker", LocalWorker)
     out = tmp_path / "bench.json"
     assert main(["bench", "digits", *TINY, "--ab", "--out", str(out)]) == 0
     (table,) = read(out)["side_by_side"]
@@ -205,6 +232,32 @@ def test_side_by_side_reports_every_sides_speed_and_their_ratio(tmp_path: Path) 
     assert table["speed_over_end-to-end"]["strict"]["median"] == pytest.approx(sum(ratios) / 2)
     shares = [1 - a / b for a, b in zip(strict, constant, strict=True)]
     assert table["goodness_share"] == pytest.approx(sum(shares) / 2)
+    assert LocalWorker.alive == 0
+
+
+def test_each_side_runs_in_the_fastest_engine_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Milliseconds are made up here; an engine without any fails."""
+    made_up = {("strict", "a"): 4.0, ("strict", "b"): 2.0, ("end-to-end", "a"): 3.0}
+
+    class Timed(LocalWorker):
+        def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+            if request["do"] == "describe":
+                return {"device": "cpu", "gpu": None, "torch": "2.11.0"}
+            if request["do"] == "build":
+                self.milliseconds = made_up.get((request["config"]["model"]["scope"], request["engine"]))
+                return {"engine": request["engine"]} if self.milliseconds else {"error": "no such engine"}
+            return {"milliseconds": [self.milliseconds] * request["repeats"]}
+
+    monkeypatch.setattr(bicovg.bench, "Worker", Timed)
+    monkeypatch.setitem(bicovg.bench.CANDIDATES, "cpu", ("a", "b"))
+    out = tmp_path / "bench.json"
+    assert main(["bench", "digits", *TINY, "--ab", "strict", "end-to-end", "--out", str(out)]) == 0
+    (table,) = read(out)["side_by_side"]
+    strict, whole = table["sides"]
+    assert (strict["engine"], strict["tried"]) == ("b", {"a": 2000.0, "b": 4000.0})
+    assert (whole["engine"], whole["tried"]) == ("a", {"a": pytest.approx(8000 / 3), "b": "no such engine"})
+    assert table["speed_over_end-to-end"]["strict"]["median"] == pytest.approx(1.5)
+    assert Timed.alive == 0
 
 
 def test_ratios_pair_the_sides_round_by_round() -> None:

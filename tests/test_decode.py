@@ -17,7 +17,7 @@ from PIL import Image
 from bicovg.data.decode import decode_image, fit_pixels, read_header
 
 ROOT = Path(__file__).resolve().parents[1]
-FULL = os.environ.get("BICOVG_FULL") == "1"
+FULL = os.environ.get("BICOVG_FULL_COUNTS") == "1"
 
 
 def decoded(data: bytes, **options: int) -> np.ndarray:
@@ -112,7 +112,8 @@ def test_the_cap_counts_pixels_of_the_header() -> None:
 
 @pytest.mark.parametrize("format", ["PNG", "BMP", "WEBP", "JPEG"])
 def test_header_gives_the_size_pillow_gives(format: str) -> None:
-    assert read_header(encode(picture(8, 30, 70), format)) == (format, 70, 30)
+    header = read_header(encode(picture(8, 30, 70), format))
+    assert header[:3] == (format, 70, 30)
 
 
 @given(

@@ -94,7 +94,9 @@ class PlainProgress:
         self.printed = now
         rate = done / (now - self.started)
         left = (total - done) / max(rate, 1e-9)
-        print(f"{label}: {done:,} of {total:,} {self.unit}, {rate:,.0f}/s, {left:.0f} s left", file=sys.stderr)
+        print(
+            f"{label}: {done:,} of {total:,} {self.unit}, {rate:,.0f} {self.unit}/s, {left:.0f} s left", file=sys.stderr
+        )
 
 
 @contextmanager
@@ -104,15 +106,29 @@ def _show_progress(unit: str) -> Iterator[Callable[[str, int, int], None]]:
         yield PlainProgress(unit)
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TaskID,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+    from rich.text import Text
 
-    rate = TextColumn(f"{{task.speed:,.0f}} {unit}/s")
+    class RateColumn(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            rate = task.finished_speed or task.speed
+            return Text(f"{rate:,.0f} {unit}/s" if rate else f"? {unit}/s")
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        rate,
-        TimeRemainingColumn(),
+        RateColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
     )
     tasks: dict[str, TaskID] = {}
     with Progress(*columns, console=Console(stderr=True)) as bar:
@@ -145,16 +161,15 @@ def _choose_fit(args: argparse.Namespace) -> tuple[int | None, int | None]:
 
 
 def _run_pack(args: argparse.Namespace) -> int:
-    from bicovg.data.store import RejectedImages, data_root, pack, remove_stale
-    from bicovg.data.store_files import check_name
+    from bicovg.data.store import RejectedImages, data_root, pack
+    from bicovg.data.store_files import check_name, list_partial
 
     if args.jobs is not None and args.jobs < 1:
         raise UserError(f"--jobs {args.jobs} must be at least 1")
     if not 0 <= args.max_rejected <= 1:
         raise UserError(f"--max-rejected {args.max_rejected} must lie between 0 and 1")
     root = data_root(args.root)
-    for folder in remove_stale(root, check_name(args.name)):
-        print(f"removed {folder}, left by an interrupted packing")
+    leftovers = list_partial(root, check_name(args.name))
     source = _open_source(args)
     size, short_side = _choose_fit(args)
     options = {"jobs": args.jobs, "force": args.force, "max_rejected": args.max_rejected}
@@ -164,6 +179,8 @@ def _run_pack(args: argparse.Namespace) -> int:
     except RejectedImages as error:
         _print_rejected(error.rejected)
         raise
+    for folder in leftovers:
+        print(f"removed {folder.name}, left by an interrupted packing")
     _print_rejected(store.rejected)
     print(_describe(store))
     for split, expected in KNOWN.get(args.name, Known()).counts:

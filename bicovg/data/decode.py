@@ -7,6 +7,7 @@ training pipelines do; of an animated file the first frame is used; transparent 
 
 import io
 import re
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
@@ -23,8 +24,10 @@ __all__ = [
     "FORMATS",
     "MAX_BYTES",
     "MAX_PIXELS",
+    "Header",
     "Pixels",
     "decode_image",
+    "decode_to_rgb",
     "fit_pixels",
     "pillow_version",
     "read_header",
@@ -47,6 +50,15 @@ _FRAME_HEADERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _BARE_MARKERS = frozenset([0x00, 0x01, *range(0xD0, 0xDA)])  # no length follows these
 
 
+class Header(NamedTuple):
+    """What the first bytes of a file say; ``mode`` is Pillow's mode of a JPEG that libjpeg can be given directly."""
+
+    format: str
+    width: int
+    height: int
+    mode: str | None = None
+
+
 def _find_frame(data: bytes) -> int:
     """Where a JPEG's frame header begins, walking its markers as libjpeg does; -1 if it has none."""
     at = 2
@@ -65,49 +77,54 @@ def _find_frame(data: bytes) -> int:
     return -1
 
 
-def _jpeg_size(data: bytes) -> tuple[int, int] | None:
+def _jpeg_header(data: bytes) -> Header | None:
+    """Gray and three-component JPEGs of 8 bits have a mode here; other kinds are left to Pillow's own parser."""
     at = _find_frame(data)
     if at < 0:
         return None
-    return int.from_bytes(data[at + 7 : at + 9]), int.from_bytes(data[at + 5 : at + 7])
+    height, width = int.from_bytes(data[at + 5 : at + 7]), int.from_bytes(data[at + 7 : at + 9])
+    return Header("JPEG", width, height, {1: "L", 3: "RGB"}.get(data[at + 9]) if data[at + 4] == 8 else None)
 
 
-def _png_size(data: bytes) -> tuple[int, int] | None:
+def _png_header(data: bytes) -> Header | None:
     if data[12:16] != b"IHDR" or len(data) < 24:
         return None
-    return int.from_bytes(data[16:20]), int.from_bytes(data[20:24])
+    return Header("PNG", int.from_bytes(data[16:20]), int.from_bytes(data[20:24]))
 
 
-def _webp_size(data: bytes) -> tuple[int, int] | None:
+def _webp_header(data: bytes) -> Header | None:
     if len(data) < 30:
         return None
     if data[12:16] == b"VP8X":  # canvas size less one
-        return int.from_bytes(data[24:27], "little") + 1, int.from_bytes(data[27:30], "little") + 1
-    if data[12:16] == b"VP8L":
+        width, height = int.from_bytes(data[24:27], "little") + 1, int.from_bytes(data[27:30], "little") + 1
+    elif data[12:16] == b"VP8L":
         bits = int.from_bytes(data[21:25], "little")
-        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
-    return int.from_bytes(data[26:28], "little") & 0x3FFF, int.from_bytes(data[28:30], "little") & 0x3FFF
+        width, height = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    else:
+        bits = int.from_bytes(data[26:30], "little")
+        width, height = bits & 0x3FFF, bits >> 16 & 0x3FFF
+    return Header("WEBP", width, height)
 
 
-def _bmp_size(data: bytes) -> tuple[int, int] | None:
+def _bmp_header(data: bytes) -> Header | None:
     if len(data) < 26:
         return None
     if int.from_bytes(data[14:18], "little") == 12:  # the old header with 16-bit sizes
-        return int.from_bytes(data[18:20], "little"), int.from_bytes(data[20:22], "little")
+        return Header("BMP", int.from_bytes(data[18:20], "little"), int.from_bytes(data[20:22], "little"))
     width = int.from_bytes(data[18:22], "little", signed=True)
-    return width, abs(int.from_bytes(data[22:26], "little", signed=True))
+    return Header("BMP", width, abs(int.from_bytes(data[22:26], "little", signed=True)))
 
 
-def read_header(data: bytes) -> tuple[str, int, int] | str:
-    """Format, width and height from the first bytes, or the reason why it is no allowed image."""
+def read_header(data: bytes) -> Header | str:
+    """Format and size from the first bytes, or the reason why it is no allowed image."""
     if data[:3] == b"\xff\xd8\xff":
-        name, size = "JPEG", _jpeg_size(data)
+        name, header = "JPEG", _jpeg_header(data)
     elif data[:8] == b"\x89PNG\r\n\x1a\n":
-        name, size = "PNG", _png_size(data)
+        name, header = "PNG", _png_header(data)
     elif data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        name, size = "WEBP", _webp_size(data)
+        name, header = "WEBP", _webp_header(data)
     elif data[:2] == b"BM":
-        name, size = "BMP", _bmp_size(data)
+        name, header = "BMP", _bmp_header(data)
     elif not data:
         return "the file is empty"
     elif not any(data[:64]):
@@ -115,9 +132,9 @@ def read_header(data: bytes) -> tuple[str, int, int] | str:
     else:
         kind = next((kind for magic, kind in _REFUSED if data.lstrip().startswith(magic)), "of unknown format")
         return f"the file is {kind}, not one of {', '.join(FORMATS)}"
-    if size is None or min(size) < 1:
+    if header is None or header.width < 1 or header.height < 1:
         return f"the {name} header is damaged"
-    return name, *size
+    return header
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -149,17 +166,10 @@ def _fit(image: Image.Image, size: int | None, short_side: int | None, max_pixel
     return image
 
 
-def _finish(image: Image.Image, size: int | None, short_side: int | None, max_pixels: int) -> Pixels | str:
-    fitted = _fit(image, size, short_side, max_pixels)
-    if isinstance(fitted, str):
-        return fitted
-    return np.frombuffer(fitted.tobytes(), np.uint8).reshape(fitted.height, fitted.width, 3)
-
-
-def _jpeg_mode(data: bytes) -> str | None:
-    """Pillow's mode of an 8-bit gray or three-component JPEG; other kinds are left to Pillow's own parser."""
-    at = _find_frame(data)
-    return {1: "L", 3: "RGB"}.get(data[at + 9]) if data[at + 4] == 8 else None
+def _to_pixels(image: Image.Image | str) -> Pixels | str:
+    if isinstance(image, str):
+        return image
+    return np.frombuffer(image.tobytes(), np.uint8).reshape(image.height, image.width, 3)
 
 
 def _decode_jpeg(data: bytes, mode: str, width: int, height: int) -> Image.Image:
@@ -180,7 +190,7 @@ def fit_pixels(pixels: Pixels, size: int | None = None, short_side: int | None =
     short = min(pixels.shape[:2])
     if size in (None, short) and short_side in (None, short) and (size is None or pixels.shape[0] == pixels.shape[1]):
         return pixels
-    return _finish(Image.fromarray(np.ascontiguousarray(pixels)), size, short_side, MAX_PIXELS)
+    return _to_pixels(_fit(Image.fromarray(np.ascontiguousarray(pixels)), size, short_side, MAX_PIXELS))
 
 
 def _explain(error: Exception) -> str:
@@ -201,15 +211,22 @@ def decode_image(
         short_side: resize so that the short side is this and keep the whole width.
         max_pixels: larger images are refused from their header.
     """
+    return _to_pixels(decode_to_rgb(data, size, short_side, max_pixels))
+
+
+def decode_to_rgb(
+    data: bytes, size: int | None = None, short_side: int | None = None, max_pixels: int = MAX_PIXELS
+) -> Image.Image | str:
+    """``decode_image`` before its last copy: an RGB image of Pillow, or why there is none."""
     header = read_header(data)
     if isinstance(header, str):
         return header
-    name, width, height = header
+    name, width, height, mode = header
     if width * height > max_pixels:
         return f"the image is {width}x{height}, above the limit of {max_pixels} pixels"
     try:
-        if name == "JPEG" and (mode := _jpeg_mode(data)):
-            return _finish(_decode_jpeg(data, mode, width, height), size, short_side, max_pixels)
+        if mode is not None:
+            return _fit(_decode_jpeg(data, mode, width, height), size, short_side, max_pixels)
         if name == "PNG":  # Pillow's loader skips the checksums of the image data
             with Image.open(io.BytesIO(data), formats=(name,)) as image:
                 image.verify()
@@ -217,6 +234,6 @@ def decode_image(
             if image.width * image.height > max_pixels:
                 return f"the image is {image.width}x{image.height}, above the limit of {max_pixels} pixels"
             image.load()
-            return _finish(_to_rgb(image), size, short_side, max_pixels)
+            return _fit(_to_rgb(image), size, short_side, max_pixels)
     except Exception as error:  # damaged files raise nearly every type inside Pillow's parsers
         return _explain(error)

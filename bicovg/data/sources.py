@@ -3,6 +3,8 @@
 The format is found from what the path holds; nothing found on disk is executed (no pickle) or extracted.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from bicovg.data.sources_cifar import read_cifar, refuse_pickle
@@ -27,6 +29,15 @@ _EXPECTED = (
 )
 
 
+@contextmanager
+def _name_unreadable(path: Path) -> Iterator[None]:
+    """A folder that may not be read is the user's to mend."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename or path} ({error.strerror}): give a readable path") from error
+
+
 def _detect_in_folder(path: Path) -> str:
     if next(path.glob("*.parquet"), None) is not None:
         return "parquet"
@@ -46,16 +57,21 @@ def _detect_in_folder(path: Path) -> str:
 
 def detect_format(path: Path) -> tuple[str, Path]:
     """The format of what ``path`` holds, and the folder or file that holds it."""
-    if path.is_dir():
-        inner = [path / name for name in _INNER if (path / name).is_dir()]
-        path = inner[0] if len(inner) == 1 else path
-        return _detect_in_folder(path), path
+    with _name_unreadable(path):
+        if path.is_dir():
+            inner = [path / name for name in _INNER if (path / name).is_dir()]
+            path = inner[0] if len(inner) == 1 else path
+            return _detect_in_folder(path), path
+        return _detect_file(path), path
+
+
+def _detect_file(path: Path) -> str:
     if not path.exists():
         raise UserError(f"{path} does not exist: give the path of {_EXPECTED}")
     if "cifar-100-python" in path.name:
         raise refuse_pickle(path)
     if path.name.endswith((".tar.gz", ".tgz", ".tar")):
-        return "cifar-binary", path
+        return "cifar-binary"
     if path.suffix == ".parquet":
         raise UserError(f"{path} is one shard: give the folder {path.parent} that holds all of them")
     raise UserError(f"{path} is a file of unknown kind: unpack it, then give {_EXPECTED}")
@@ -76,6 +92,11 @@ def open_source(
         test_share: share of each class that becomes the test split, and
         seed: which images those are, when the source has no splits of its own.
     """
+    with _name_unreadable(path):
+        return _open(path, format, class_list, test_share, seed)
+
+
+def _open(path: Path, format: str | None, class_list: Path | None, test_share: float, seed: int) -> Source:
     if format is None:
         format, path = detect_format(path)
     elif format not in FORMATS:

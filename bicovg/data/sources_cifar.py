@@ -4,7 +4,9 @@ A record is one coarse label byte, one fine label byte and 3,072 pixels (red pla
 Nothing is ever extracted to disk: members of an archive are read as streams.
 """
 
+import gzip
 import tarfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -19,6 +21,7 @@ RECORD = 2 + 3072
 _FILES = {"train": "train.bin", "test": "test.bin"}
 _NAMES = "fine_label_names.txt"
 _BLOCK = 256  # records read at a time
+_DAMAGE = (OSError, EOFError, tarfile.TarError, zlib.error)  # what reading a damaged archive raises
 
 
 def refuse_pickle(path: Path) -> UserError:
@@ -37,7 +40,7 @@ def _open_member(path: Path, name: str) -> Iterator[tuple[IO[bytes], int]]:
             with (path / name).open("rb") as stream:
                 yield stream, (path / name).stat().st_size
             return
-        with tarfile.open(path) as archive:
+        with tarfile.open(path, "r:" if path.suffix == ".tar" else "r:gz") as archive:
             for member in archive:
                 if PurePosixPath(member.name).parts[-2:-1] == ("cifar-100-python",):
                     raise refuse_pickle(path)
@@ -46,9 +49,19 @@ def _open_member(path: Path, name: str) -> Iterator[tuple[IO[bytes], int]]:
                     assert content is not None  # member.isfile()
                     yield content, member.size
                     return
-    except (OSError, EOFError, tarfile.TarError) as error:
+    except _DAMAGE as error:
         raise UserError(f"cannot read {name} of {path} ({error}): fetch the archive again") from error
     raise UserError(f"{path} holds no {name}: give the CIFAR-100 binary archive")
+
+
+def _check_archive(path: Path) -> None:
+    """Read a compressed archive to its end, where its checksum stands: members alone would never reach it."""
+    try:
+        with gzip.open(path) as stream:
+            while stream.read(1 << 20):
+                pass
+    except _DAMAGE as error:
+        raise UserError(f"{path} is damaged ({error}): fetch the archive again") from error
 
 
 def _count_records(path: Path, name: str) -> int:
@@ -72,9 +85,13 @@ def _read_samples(path: Path, name: str) -> Iterator[Sample]:
 
 def read_cifar(path: Path) -> Source:
     """``path`` is the folder with train.bin, test.bin and fine_label_names.txt, or the archive of it."""
+    if path.is_file() and path.suffix != ".tar":
+        _check_archive(path)
     with _open_member(path, _NAMES) as (stream, _):
-        classes = tuple(line.strip() for line in stream.read(1 << 16).decode("ascii", "replace").splitlines())
-    classes = tuple(name for name in classes if name)
+        lines = stream.read(1 << 16).decode("ascii", "replace").splitlines()
+    classes = tuple(line.strip() for line in lines if line.strip())
+    if not classes:
+        raise UserError(f"{_NAMES} of {path} is empty: fetch the archive again")
     members = [*_FILES.values(), _NAMES]
     return Source(
         format="cifar-binary",

@@ -4,7 +4,7 @@ Every file that is not hidden is taken for an image: what cannot be decoded is n
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +24,14 @@ def list_folders(folder: Path) -> list[str]:
     return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
 
 
+def _stop(error: OSError) -> None:
+    raise error
+
+
 def _list_images(root: Path, folder: Path) -> list[str]:
     """Files below ``folder``, sorted, relative to ``root``; links to folders inside it are not followed."""
     found = []
-    for parent, folders, files in os.walk(folder):
+    for parent, folders, files in os.walk(folder, onerror=_stop):
         folders[:] = [name for name in folders if not name.startswith(".")]
         below = os.path.relpath(parent, root).replace(os.sep, "/")
         found += [f"{below}/{name}" for name in files if not name.startswith(".") and name not in _JUNK]
@@ -50,14 +54,14 @@ def _make_source(
     root: Path,
     classes: tuple[str, ...],
     splits: Mapping[str, Listing],
-    **extra: Mapping[str, object],
+    whole_files: Sequence[str] = (),
+    options: Mapping[str, object] | None = None,
 ) -> Source:
     def open_split(split: str) -> Iterator[Sample]:
         return (Sample(name, root / name, label) for name, label in splits[split])
 
     counts = {split: len(listing) for split, listing in splits.items()}
-    whole: dict[str, Path] = {name: root / name for name in extra.get("whole_files", ())}
-    return Source(format, classes, counts, open_split, whole, extra.get("options", {}))
+    return Source(format, classes, counts, open_split, {name: root / name for name in whole_files}, options or {})
 
 
 def read_tiny_imagenet(root: Path) -> Source:
@@ -66,6 +70,8 @@ def read_tiny_imagenet(root: Path) -> Source:
     Labels follow the sorted wnids, as in the public parquet copies and in ImageFolder, not wnids.txt's order.
     """
     wnids = sorted(read_lines(root / "wnids.txt"))
+    if len(set(wnids)) < len(wnids):
+        raise UserError(f"{root / 'wnids.txt'} names a class twice: remove the repetition")
     words = {}
     if (root / "words.txt").is_file():
         words = dict(line.split("\t", 1) for line in read_lines(root / "words.txt") if "\t" in line)
@@ -75,11 +81,13 @@ def read_tiny_imagenet(root: Path) -> Source:
     for line in read_lines(annotations):
         name, wnid, *_ = [*line.split("\t"), ""]
         if wnid not in labels or "/" in name:
-            raise UserError(f"{annotations} has the line {line!r}, whose class is not in wnids.txt: correct it")
+            raise UserError(
+                f"{annotations} has the line {line!r}, not a file and a class of wnids.txt: correct it"
+            )
         test.append((f"val/images/{name}", labels[wnid]))
     splits = {"train": _list_classes(root, root / "train", wnids, "images"), "test": test}
     classes = tuple(f"{wnid}\t{words[wnid]}" if wnid in words else wnid for wnid in wnids)
-    whole = dict.fromkeys(["wnids.txt", "val/val_annotations.txt", *(["words.txt"] if words else [])])
+    whole = ["wnids.txt", "val/val_annotations.txt", *(["words.txt"] if words else [])]
     return _make_source("tiny-imagenet", root, classes, splits, whole_files=whole)
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from bicovg.errors import UserError
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("fine_label", "label")
 NAME_FILES = ("fine_label_names.txt", "label_names.txt")
-_SHARD = re.compile(r"(?P<split>[a-z]+)-(?:(?P<part>\d+)-of-(?P<parts>\d+)|.*)\.parquet")
-_ROWS = 256  # rows read at a time: bounds the memory whatever the size of a row group
+_SHARD = re.compile(r"(?P<split>[a-z]+)-(?:(?P<part>\d+)-of-(?P<parts>\d+)(?:-[0-9a-f]+)?|.*)\.parquet")
+_ROWS = 256  # rows read at a time, and
+_BUFFER = 1 << 20  # bytes read ahead per column: together they bound the memory whatever the size of a row group
 
 
 def _import_parquet() -> Any:
@@ -43,12 +45,25 @@ def _group_shards(folder: Path) -> dict[str, list[Path]]:
     return {split: groups[name] for name, split in name_splits(groups, folder).items()}
 
 
+@contextmanager
+def _name_damage(path: Path) -> Iterator[None]:
+    """Whatever a damaged shard makes pyarrow raise becomes one sentence with the shard's name."""
+    from pyarrow import ArrowException
+
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, ArrowException) as error:
+        text = " ".join(str(error).split())
+        raise UserError(f"{path} is not a readable parquet file ({text}): fetch it again") from error
+
+
 def _open_shard(path: Path) -> tuple[Any, str, str]:
     """The opened file and the names of its image and label columns."""
-    try:
-        shard = _import_parquet().ParquetFile(path, memory_map=True)
-    except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
-        raise UserError(f"{path} is not a readable parquet file ({error}): fetch it again") from error
+    parquet = _import_parquet()
+    with _name_damage(path):
+        shard = parquet.ParquetFile(path, buffer_size=_BUFFER, page_checksum_verification=True)
     schema = shard.schema_arrow
     picked = []
     for wanted in (IMAGE_COLUMNS, LABEL_COLUMNS):
@@ -64,7 +79,8 @@ def _open_shard(path: Path) -> tuple[Any, str, str]:
 
 def _read_labels(path: Path) -> np.ndarray:
     shard, _, column = _open_shard(path)
-    values = shard.read(columns=[column], use_threads=False)[column]
+    with _name_damage(path):
+        values = shard.read(columns=[column], use_threads=False)[column]
     if values.null_count or not str(values.type).startswith(("int", "uint")):
         raise UserError(f"column {column!r} of {path} must hold an integer for every row, not {values.type}")
     return np.asarray(values.to_numpy(), dtype=np.int64)
@@ -75,7 +91,12 @@ def _read_samples(shards: list[Path]) -> Iterator[Sample]:
         shard, image_column, label_column = _open_shard(path)
         row = 0
         columns = [f"{image_column}.bytes", label_column]
-        for batch in shard.iter_batches(_ROWS, columns=columns, use_threads=False):
+        batches = shard.iter_batches(_ROWS, columns=columns, use_threads=False)
+        while True:
+            with _name_damage(path):
+                batch = next(batches, None)
+            if batch is None:
+                break
             images = batch.column(image_column).field("bytes").to_pylist()
             for image, label in zip(images, batch.column(label_column).to_pylist(), strict=True):
                 yield Sample(f"{path.name}[{row}]", image or b"", label)
@@ -102,6 +123,12 @@ def read_parquet(folder: Path) -> Source:
             raise UserError(
                 f"label {wrong[0]} in the {split} shards of {folder} is outside 0..{len(classes) - 1}: "
                 f"correct the labels or the list of class names"
+            )
+        unused = np.flatnonzero(np.bincount(values, minlength=len(classes)) == 0)
+        if unused.size:
+            raise UserError(
+                f"class {classes[unused[0]]!r} has no image in the {split} shards of {folder}: "
+                f"add one or correct the list of class names"
             )
     return Source(
         format="parquet",

@@ -22,10 +22,12 @@ from bicovg.data.sources_sample import Source
 from bicovg.data.store_files import (
     PARTIAL,
     SCHEMA,
+    Progress,
     check_name,
     data_root,
+    list_partial,
+    lock_name,
     publish,
-    remove_stale,
     verify_files,
 )
 from bicovg.data.store_holdout import stratified_holdout
@@ -34,7 +36,6 @@ from bicovg.data.store_write import (
     ChannelSums,
     Chunk,
     Fit,
-    Progress,
     SplitWriter,
     decode_in_order,
     group_samples,
@@ -47,7 +48,6 @@ __all__ = [
     "RejectedImages",
     "data_root",
     "pack",
-    "remove_stale",
     "stratified_holdout",
     "verify_files",
 ]
@@ -77,6 +77,17 @@ class _Packing:
     rejected: list[dict[str, str]] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
     class_counts: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def write_store(self, target: Path, max_rejected: float) -> None:
+        """Write beside ``target`` and rename at the end; whatever goes wrong before leaves nothing."""
+        partial = target.with_name(f"{target.name}{PARTIAL}{os.getpid()}")
+        partial.mkdir()
+        try:
+            writers = {split: self.write_split(partial, split) for split in self.source.counts}
+            self.check(max_rejected)
+            publish(partial, target, self.describe(target.name, writers, max_rejected))
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
     def write_split(self, folder: Path, split: str) -> SplitWriter:
         """Decode and append all samples of ``split``; its files are on disk when this returns."""
@@ -112,7 +123,7 @@ class _Packing:
         self.rejected += [{"split": split, "path": path, "reason": reason} for path, reason in chunk.rejected]
         self.digests.update(chunk.digests)
         if split == "train":
-            self.sums.add(chunk.pixels)
+            self.sums.add(chunk.sums)
 
     def check(self, max_rejected: float) -> None:
         """Refuse a data set with too many bad images or with a class that has none."""
@@ -172,6 +183,11 @@ def _termination_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
+def count_cores() -> int:
+    """The cores this process may use, which in a container are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _check_request(source: Source, root: Path, target: Path, fit: Fit, force: bool) -> None:
     """Everything that can be refused before the first image is decoded."""
     for field_name, value in (("size", fit.size), ("short side", fit.short_side)):
@@ -214,18 +230,13 @@ def pack(
     """
     root, fit = Path(root), Fit(size, short_side)
     target = root / check_name(name)
-    partial = root / f"{name}{PARTIAL}{os.getpid()}"
-    with _termination_raises():
-        try:
-            _check_request(source, root, target, fit, force)
-            remove_stale(root, name)
-            packing = _Packing(source, fit, jobs or os.cpu_count() or 1, progress)
-            partial.mkdir()
-            writers = {split: packing.write_split(partial, split) for split in source.counts}
-            packing.check(max_rejected)
-            publish(partial, target, packing.describe(name, writers, max_rejected))
-        except OSError as error:
-            raise UserError(f"packing {name} stopped ({error}): correct that and pack again") from error
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    packing = _Packing(source, fit, jobs or count_cores(), progress)
+    try:
+        _check_request(source, root, target, fit, force)
+        with lock_name(root, name), _termination_raises():
+            for leftover in list_partial(root, name):
+                shutil.rmtree(leftover)
+            packing.write_store(target, max_rejected)
+    except OSError as error:
+        raise UserError(f"packing {name} stopped ({error}): correct that and pack again") from error
     return PackedStore.open(root, name)

@@ -7,12 +7,15 @@ the hash of ``store.json``. A store being written is called ``<name>.partial-<pi
 on disk.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ SCHEMA = 1
 MANIFEST = "store.json"
 SEAL = "store.sha256"
 PARTIAL = ".partial-"
+Progress = Callable[[str, int, int], None]  # (what is being done, done, in all)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -38,30 +42,31 @@ def check_name(name: str) -> str:
 
 
 def pack_command(root: Path, name: str) -> str:
-    """The command that packs ``name`` into ``root``."""
-    where = "" if root == data_root() else f" --root {root}"
+    """The command that packs ``name`` into ``root``; only PATH is left to the user."""
+    where = "" if root == data_root() else f" --root {shlex.quote(str(root))}"
     return f"bicovg data pack {name} --from PATH{where}"
 
 
-def _is_running(pid: int) -> bool:
+@contextmanager
+def lock_name(root: Path, name: str) -> Iterator[None]:
+    """One packing of ``name`` at a time. The lock ends with the process, however that ends; its empty file stays."""
+    handle = os.open(root / f".{name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return pid != os.getpid()  # our own number on a leftover means an earlier process had it
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise UserError(f"another process is packing {name} into {root}: wait for it") from error
+    except OSError:
+        pass  # a file system without locks
+    try:
+        yield
+    finally:
+        os.close(handle)
 
 
-def remove_stale(root: Path, name: str) -> list[str]:
-    """Delete what interrupted packings of ``name`` left, and say which folders those were."""
-    stale = sorted(root.glob(f"{name}{PARTIAL}*")) if root.is_dir() else []
-    for folder in stale:
-        pid = folder.name.rpartition("-")[2]
-        if pid.isdigit() and _is_running(int(pid)):
-            raise UserError(f"process {pid} is packing {name} now: wait for it, or delete {folder} if it is not")
-        shutil.rmtree(folder)
-    return [folder.name for folder in stale]
+def list_partial(root: Path, name: str) -> list[Path]:
+    """Folders of ``name`` that are not finished: left by an interrupted packing, unless one is running."""
+    return sorted(root.glob(f"{name}{PARTIAL}*")) if root.is_dir() else []
 
 
 def _sync_folder(folder: Path) -> None:
@@ -88,7 +93,12 @@ def publish(partial: Path, target: Path, manifest: Mapping[str, Any]) -> None:
     replaced = target.with_name(f"{target.name}{PARTIAL}replaced-{os.getpid()}")
     if target.exists():
         os.rename(target, replaced)
-    os.rename(partial, target)
+    try:
+        os.rename(partial, target)
+    except BaseException:
+        if replaced.exists():
+            os.rename(replaced, target)
+        raise
     _sync_folder(target.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
@@ -132,29 +142,34 @@ def check_sizes(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
     return problems + [f"{name} is not part of the store" for name in sorted(extra)]
 
 
-def verify_files(folder: Path, progress: Callable[[str, int, int], None] | None = None) -> list[str]:
+def verify_files(folder: Path, progress: Progress | None = None, limit: int | None = None) -> list[str]:
     """Read every byte of the store and list what is not as it was packed; an empty list is a whole store.
 
     Args:
-        progress: called with (file name, bytes read, bytes in all).
+        progress: called with ("read", bytes read, bytes in all).
+        limit: leave out files larger than this.
     """
     try:
         manifest = read_manifest(folder)
+        problems = check_sizes(folder, manifest)
     except ValueError as error:
         return [str(error)]
-    problems = check_sizes(folder, manifest)
-    files = list_files(manifest)
+    files = {name: entry for name, entry in list_files(manifest).items() if (folder / name).is_file()}
+    if limit is not None:
+        files = {name: entry for name, entry in files.items() if entry["bytes"] <= limit}
     total, done = sum(entry["bytes"] for entry in files.values()), 0
     for name, entry in files.items():
-        if not (folder / name).is_file():
-            continue
         digest = hashlib.sha256()
-        with (folder / name).open("rb") as stream:
-            while block := stream.read(1 << 22):
-                digest.update(block)
-                done += len(block)
-                if progress is not None:
-                    progress(name, done, total)
+        try:
+            with (folder / name).open("rb") as stream:
+                while block := stream.read(1 << 22):
+                    digest.update(block)
+                    done += len(block)
+                    if progress is not None:
+                        progress("read", done, total)
+        except OSError as error:
+            problems.append(f"{name} cannot be read ({error.strerror})")
+            continue
         if digest.hexdigest() != entry["sha256"]:
             problems.append(f"{name} has changed since it was packed")
     return problems

@@ -1,6 +1,5 @@
 """Reading a packed store: memory-mapped images, labels and the facts about them."""
 
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,10 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from bicovg.data.sources_sample import SPLITS
-from bicovg.data.store_files import check_name, check_sizes, pack_command, read_manifest, verify_files
+from bicovg.data.store_files import Progress, check_name, check_sizes, pack_command, read_manifest, verify_files
 from bicovg.errors import UserError
+
+CHECKED_BYTES = 2 << 30  # image files up to this size are hashed before training
 
 
 class PackedSplit:
@@ -102,6 +103,13 @@ class PackedStore:
             raise UserError(f"unknown split {name!r}: data set {self.name!r} has {', '.join(self.counts)}")
         return PackedSplit(self.folder, name, self.counts[name], self.size)
 
-    def verify(self, progress: Callable[[str, int, int], None] | None = None) -> list[str]:
+    def verify(self, progress: Progress | None = None) -> list[str]:
         """Problems found by reading every byte; empty when the store is exactly what was packed."""
         return verify_files(self.folder, progress)
+
+    def check_content(self) -> None:
+        """Refuse a store whose files have changed; of a store too large to read in seconds, all but the images."""
+        problems = verify_files(self.folder, limit=CHECKED_BYTES)
+        if problems:
+            command = pack_command(self.folder.parent, self.name)
+            raise UserError(f"data set {self.name!r} is damaged, {problems[0]}: run `{command} --force`")

@@ -3,8 +3,9 @@
 import hashlib
 import math
 import os
+import stat
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,15 +13,62 @@ from typing import Any
 
 import numpy as np
 
-from bicovg.data.decode import MAX_BYTES, Pixels, decode_image, fit_pixels
+from bicovg.data.decode import MAX_BYTES, decode_to_rgb, fit_pixels
 from bicovg.data.sources_sample import Sample
 
 _CHUNK_BYTES = 1 << 20  # decoded bytes a task aims at: many small images, or a few large ones
-_BLOCK = 3 * 1024
-_BLOCK_ROWS = 4096  # 4096 * 255^2 fits uint32
+_ROW = 3 * 1024
+_ROWS = 64  # 64 * 255 fits 16 bits, and 64 rows fit the cache
+_PART = _ROW << 16  # 2^16 * 255^2 fits 32 bits
 
 
-Progress = Callable[[str, int, int], None]  # (split or file, done, total)
+def _sum_pixels(rows: np.ndarray) -> tuple[list[int], list[int]]:
+    """Sums of values and of squares per channel. 16 bits without a cast inside a sum are numpy's fast path."""
+    columns = np.zeros((2, rows.shape[1]), np.uint32)
+    for start in range(0, len(rows), _ROWS):
+        values = rows[start : start + _ROWS].astype(np.uint16)
+        columns[0] += values.sum(axis=0, dtype=np.uint16)
+        values *= values
+        columns[1] += (values >> 8).sum(axis=0, dtype=np.uint16).astype(np.uint32) << 8
+        values &= 255
+        columns[1] += values.sum(axis=0, dtype=np.uint16)
+    sums, squares = columns.reshape(2, -1, 3).sum(axis=1, dtype=np.uint64).tolist()
+    return sums, squares
+
+
+class ChannelSums:
+    """Exact per-channel sums of pixels and their squares, as Python integers."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.sums = [0, 0, 0]
+        self.squares = [0, 0, 0]
+
+    def add_pixels(self, run: bytes | bytearray) -> None:
+        """``run`` holds RGB triples."""
+        pixels = np.frombuffer(run, np.uint8)
+        for start in range(0, len(pixels), _PART):
+            part = pixels[start : start + _PART]
+            whole = len(part) // _ROW * _ROW
+            for rows in (part[:whole].reshape(-1, _ROW), part[whole:].reshape(1, -1)):
+                self._add(rows.size // 3, *_sum_pixels(rows))
+
+    def add(self, other: "ChannelSums") -> None:
+        self._add(other.count, other.sums, other.squares)
+
+    def _add(self, count: int, sums: list[int], squares: list[int]) -> None:
+        self.count += count
+        self.sums = [a + b for a, b in zip(self.sums, sums, strict=True)]
+        self.squares = [a + b for a, b in zip(self.squares, squares, strict=True)]
+
+    def mean(self) -> list[float]:
+        return [total / (255 * self.count) for total in self.sums]
+
+    def std(self) -> list[float]:
+        """Of the whole population: the variance is an exact fraction until its root is taken."""
+        n = self.count
+        pairs = zip(self.sums, self.squares, strict=True)
+        return [math.sqrt((n * square - total * total) / (255 * n) ** 2) for total, square in pairs]
 
 
 @dataclass
@@ -32,6 +80,7 @@ class Chunk:
     labels: list[int] = field(default_factory=list)
     rejected: list[tuple[str, str]] = field(default_factory=list)
     digests: list[tuple[str, str]] = field(default_factory=list)
+    sums: ChannelSums = field(default_factory=ChannelSums)
     seen: int = 0
 
 
@@ -56,7 +105,11 @@ class Fit:
 def _read(path: Path, name: str, chunk: Chunk) -> bytes | str:
     """The file's bytes, or why not; its hash is noted for the source's hash either way."""
     try:
-        if path.stat().st_size > MAX_BYTES:
+        facts = path.stat()
+        if not stat.S_ISREG(facts.st_mode):  # a pipe or a device might never end
+            chunk.digests.append((name, ""))
+            return "it is not a regular file"
+        if facts.st_size > MAX_BYTES:
             with path.open("rb") as stream:
                 chunk.digests.append((name, hashlib.file_digest(stream, "sha256").hexdigest()))
             return f"the file is larger than {MAX_BYTES} bytes"
@@ -68,24 +121,34 @@ def _read(path: Path, name: str, chunk: Chunk) -> bytes | str:
     return data
 
 
-def _decode(sample: Sample, fit: Fit, chunk: Chunk) -> Pixels | str:
+def _append_image(sample: Sample, fit: Fit, chunk: Chunk) -> str | None:
+    """Decode one image to the end of the chunk's pixels; the reason if it cannot be used."""
     if isinstance(sample.image, np.ndarray):
-        return fit_pixels(sample.image, fit.size, fit.short_side)
+        pixels = fit_pixels(sample.image, fit.size, fit.short_side)
+        if isinstance(pixels, str):
+            return pixels
+        chunk.pixels += np.ascontiguousarray(pixels).data
+        chunk.sizes.append((pixels.shape[0], pixels.shape[1]))
+        return None
     data = _read(sample.image, sample.name, chunk) if isinstance(sample.image, Path) else sample.image
-    return data if isinstance(data, str) else decode_image(data, size=fit.size, short_side=fit.short_side)
+    image = data if isinstance(data, str) else decode_to_rgb(data, fit.size, fit.short_side)
+    if isinstance(image, str):
+        return image
+    chunk.pixels += image.tobytes()
+    chunk.sizes.append((image.height, image.width))
+    return None
 
 
 def decode_chunk(samples: list[Sample], fit: Fit) -> Chunk:
     """Decode ``samples`` in order into one run of bytes."""
     chunk = Chunk(seen=len(samples))
     for sample in samples:
-        image = _decode(sample, fit, chunk)
-        if isinstance(image, str):
-            chunk.rejected.append((sample.name, image))
+        reason = _append_image(sample, fit, chunk)
+        if reason is not None:
+            chunk.rejected.append((sample.name, reason))
             continue
-        chunk.pixels += np.ascontiguousarray(image).data  # the image's own memory is free for the next one
-        chunk.sizes.append((image.shape[0], image.shape[1]))
         chunk.labels.append(sample.label)
+    chunk.sums.add_pixels(chunk.pixels)
     return chunk
 
 
@@ -102,7 +165,14 @@ def group_samples(samples: Iterable[Sample], fit: Fit) -> Iterator[list[Sample]]
 
 
 def decode_in_order(groups: Iterable[list[Sample]], fit: Fit, jobs: int) -> Generator[Chunk, None, None]:
-    """Decode groups in ``jobs`` threads and give them back in order; at most jobs + 2 are in memory."""
+    """Decode groups in ``jobs`` threads and give them back in order; at most jobs + 2 are in memory.
+
+    One job needs no thread of its own: it would only fight with this one for the interpreter.
+    """
+    if jobs == 1:
+        for group in groups:
+            yield decode_chunk(group, fit)
+        return
     pending: deque[Future[Chunk]] = deque()
     pool = ThreadPoolExecutor(jobs, thread_name_prefix="decode")
     try:
@@ -114,38 +184,6 @@ def decode_in_order(groups: Iterable[list[Sample]], fit: Fit, jobs: int) -> Gene
             yield pending.popleft().result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-class ChannelSums:
-    """Exact per-channel sums of pixels and their squares, as Python integers."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.sums = [0, 0, 0]
-        self.squares = [0, 0, 0]
-
-    def add(self, run: bytes | bytearray) -> None:
-        """``run`` holds RGB triples; summing whole blocks keeps numpy on its fast path."""
-        pixels = np.frombuffer(run, np.uint8)
-        self.count += len(pixels) // 3
-        for start in range(0, len(pixels), _BLOCK * _BLOCK_ROWS):
-            part = pixels[start : start + _BLOCK * _BLOCK_ROWS]
-            whole = len(part) // _BLOCK * _BLOCK
-            for rows in (part[:whole].reshape(-1, _BLOCK), part[whole:].reshape(1, -1)):
-                sums = rows.sum(axis=0, dtype=np.uint32).reshape(-1, 3).sum(axis=0, dtype=np.uint64)
-                squared = np.square(rows, dtype=np.uint16).sum(axis=0, dtype=np.uint32)
-                squares = squared.reshape(-1, 3).sum(axis=0, dtype=np.uint64)
-                self.sums = [a + b for a, b in zip(self.sums, sums.tolist(), strict=True)]
-                self.squares = [a + b for a, b in zip(self.squares, squares.tolist(), strict=True)]
-
-    def mean(self) -> list[float]:
-        return [total / (255 * self.count) for total in self.sums]
-
-    def std(self) -> list[float]:
-        """Of the whole population: the variance is an exact fraction until its root is taken."""
-        n = self.count
-        pairs = zip(self.sums, self.squares, strict=True)
-        return [math.sqrt((n * square - total * total) / (255 * n) ** 2) for total, square in pairs]
 
 
 class SplitWriter:

@@ -46,7 +46,7 @@ def write_checkpoint(run: Path, name: str, files: Mapping[str, bytes], keep: int
     folder = run / FOLDER
     if not folder.is_dir():
         os.mkdir(folder)
-        sync_folder(run)
+    sync_folder(run)  # every time: a process that was killed may have made the folder and not synced it
     _refuse_link(folder)
     _sweep(folder)
     final = folder / name
@@ -80,10 +80,13 @@ def retire_checkpoints(run: Path, keep: int) -> None:
     found, good = list_checkpoints(run), 0
     while found and good < max(keep, KEEP):
         good += verify_checkpoint(found.pop()) is None
-    for path in found:
-        trash = path.with_name(f".trash-{path.name}")
-        os.rename(path, trash)
-        discard(trash)
+    trash = [path.with_name(f".trash-{path.name}") for path in found]
+    for path, gone in zip(found, trash, strict=True):
+        os.rename(path, gone)
+    if trash:
+        sync_folder(run / FOLDER)  # before the files go, or a crash could leave a torn checkpoint under its old name
+    for gone in trash:
+        discard(gone)
 
 
 def _sweep(folder: Path) -> None:

@@ -1,10 +1,10 @@
 """Keeps NaN and Inf out of the weights: every unit is checked before its optimizer steps, on the device.
 
 ``flags[u + 1]`` is 1 when unit u must not step: its losses or gradients are not finite, or ``flags[u]`` is 1. So a bad
-unit holds back the units after it, and under policy ``stop``, where ``flags[0]`` takes over the last flag, every unit
-of every later step, until the host has read the flags. Fused optimizers obey the flag on the device (the protocol of
-torch's gradient scaler); others are asked from the host. Batch-norm buffers move in the forward pass, before anything
-is known: they are copied when a step begins and put back, where the flag is set, when it ends.
+unit holds back the units after it, and under policy ``stop``, where ``flags[0]`` is the last flag of the step before,
+every unit of every later step, until the host has read the flags. Fused optimizers obey the flag on the device (the
+protocol of torch's gradient scaler); others are asked from the host. Batch-norm buffers move in the forward pass,
+before anything is known: they are copied when a step begins and put back, where the flag is set, when it ends.
 """
 
 from collections.abc import Sequence
@@ -86,6 +86,8 @@ class Guard(Unguarded):
         self._streak = 0
 
     def __enter__(self) -> "Guard":
+        if self.policy == "stop":
+            self._flag[0].copy_(self._flag[-1])
         for copy in self._copies:
             copy.take()
         return self
@@ -96,8 +98,6 @@ class Guard(Unguarded):
         if kind is None:
             for copy in self._copies:
                 copy.put_back(self.flags)
-            if self.policy == "stop":
-                self._flag[0].copy_(self._flag[-1])
 
     @torch.no_grad()
     def check(self, index: int, losses: Tensor, norm: Tensor | None = None) -> None:

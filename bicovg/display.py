@@ -3,9 +3,11 @@
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from bicovg.config import Config
 
@@ -29,10 +31,12 @@ class Display:
         self.console = console or Console()
         self.title = f"{config.recipe}, seed {config.seed}, scope {config.model.scope}, engine {engine}"
         self.live: Live | None = None
+        self.bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
+        self.task = self.bar.add_task("", total=None)
 
     def __enter__(self) -> "Display":
         if self.console.is_terminal:
-            self.live = Live(Table(title=self.title), console=self.console, refresh_per_second=4)
+            self.live = Live(Group(self.title, self.bar), console=self.console, refresh_per_second=4)
             self.live.start()
         else:
             print(self.title, flush=True)
@@ -44,10 +48,18 @@ class Display:
         if self.live is not None:
             self.live.stop()
 
+    def step(self, epoch: int, done: int, total: int) -> None:
+        """Move the bar; nothing where there is none."""
+        if self.live is not None:
+            description = f"epoch {epoch + 1}/{self.config.train.epochs}"
+            self.bar.update(self.task, description=description, completed=done, total=total)
+
     def update(self, metrics: dict[str, Any], timing: dict[str, Any], eta: float) -> None:
         """Show a finished epoch."""
         if self.live is not None:
-            self.live.update(self.table(metrics, timing, eta), refresh=True)
+            # the table comes last: where the terminal is too short, its end is cut and not the status
+            status = Text(self.status(metrics, timing, eta))
+            self.live.update(Group(self.title, status, self.bar, self.table(metrics)), refresh=True)
         else:
             print(self.line(metrics, timing, eta), flush=True)
 
@@ -67,14 +79,17 @@ class Display:
             text += f"  {metrics['split']} top-1 by block {top1}  mean {metrics['mean_top1']:.2f}"
         return text
 
-    def table(self, metrics: dict[str, Any], timing: dict[str, Any], eta: float) -> Table:
-        table = Table(title=self.title, caption=self.status(metrics, timing, eta))
+    def table(self, metrics: dict[str, Any]) -> Table:
+        table = Table()
         split = metrics.get("split", "")
         for column in ("block", "train loss", f"{split} top-1 %", f"{split} top-5 %"):
             table.add_column(column, justify="right")
         for row, block in enumerate(self.exits):
             accuracies = [f"{metrics[key][row]:.2f}" if key in metrics else "-" for key in ("top1", "top5")]
             table.add_row(str(block), f"{metrics['loss'][row]:.4f}", *accuracies)
+        if "mean_top1" in metrics and len(self.exits) > 1:
+            table.add_section()
+            table.add_row("mean", "", f"{metrics['mean_top1']:.2f}", "")
         return table
 
 

@@ -46,7 +46,7 @@ def read_image(path: Path, config: Config) -> Float[Tensor, "c h w"]:
 
 
 def combine(logits: Float[Tensor, "e b k"], head: str, run: Path, exits: list[int]) -> Float[Tensor, "b k"]:
-    """One prediction from all exits: mean, fused, last, or one block."""
+    """One prediction from all exits: mean, fused, best (chosen on held-out images), last, or one block."""
     if head == "mean":
         return mean_logits(logits)
     if head == "last":
@@ -57,9 +57,16 @@ def combine(logits: Float[Tensor, "e b k"], head: str, run: Path, exits: list[in
         if record is None:
             raise UserError(f"{run} has no fusion weights: fit them with `bicovg fuse {run}`, or use --head mean")
         return torch.einsum("e,ebk->bk", logits.new_tensor(record["weights"]), logits)
+    if head == "best":
+        chosen = read_summary(run)["test"].get("best_heldout_chosen")
+        if chosen is None:
+            raise UserError(
+                f"{run} held no images out to choose its best block on: use --head mean, or name a block among {exits}"
+            )
+        return logits[chosen["exit"]]
     if head.isdecimal() and int(head) in exits:
         return logits[exits.index(int(head))]
-    raise UserError(f"--head {head!r} is unknown: choose mean, fused, last or a block among {exits}")
+    raise UserError(f"--head {head!r} is unknown: choose mean, fused, best, last or a block among {exits}")
 
 
 def load_run(run: Path, device: str) -> tuple[LocalNetwork, Config]:

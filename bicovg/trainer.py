@@ -132,7 +132,7 @@ class Trainer:
         try:
             with Display(self.config, self.net.exits, self.engine.name) as display:
                 while self.progress.epoch < self.config.train.epochs:
-                    self._train_epoch()
+                    self._train_epoch(display)
                     self._close_epoch(display)
             self.save(wait=True)
             summary = self.summarise()
@@ -152,7 +152,7 @@ class Trainer:
             if self.lock is not None:
                 self.lock.release()
 
-    def _train_epoch(self) -> None:
+    def _train_epoch(self, display: Display) -> None:
         """The rest of the current epoch; StopRequested, if it comes, comes between two steps."""
         reset_peak_memory(self.device)
         loader, progress = self.loaders["train"], self.progress
@@ -163,6 +163,7 @@ class Trainer:
             self._add_losses(losses)
             progress.step_in_epoch += 1
             progress.step += 1
+            display.step(progress.epoch, progress.step_in_epoch, len(loader))
             self._note_events()
             self.stopper.check()
             if self.saver.due():

@@ -57,7 +57,7 @@ def build_parser() -> Parser:
     predict = commands.add_parser("predict", help="classify image files with a run", allow_abbrev=False)
     predict.add_argument("run", metavar="RUN")
     predict.add_argument("images", metavar="IMAGE", nargs="+")
-    predict.add_argument("--head", default="mean", help="mean, fused, last, or a block index")
+    predict.add_argument("--head", default="mean", help="mean, fused, best (held-out-chosen), last, or a block")
     predict.add_argument("--top", type=int, default=5, help="classes to print per image")
     predict.add_argument("--device", default="auto", help="auto, cpu or cuda")
     compare = commands.add_parser("compare", help="compare finished runs, seeds pooled", allow_abbrev=False)
@@ -68,22 +68,13 @@ def build_parser() -> Parser:
     from bicovg.bench import add_parser as add_bench_parser
     from bicovg.data.command import add_parser as add_data_parser
     from bicovg.records import add_parser as add_record_parser
+    from bicovg.report.command import add_parsers as add_report_parsers
 
     add_bench_parser(commands)
     add_record_parser(commands)
+    add_report_parsers(commands)
     add_data_parser(commands)
     return parser
-
-
-def seconds(text: str) -> float:
-    """The value of --max-seconds."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return value
 
 
 def seed_number(text: str) -> int:
@@ -100,7 +91,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seeds", type=seed_number, nargs="+", metavar="SEED", help="one run per seed, mean and std at the end"
     )
-    parser.add_argument("--max-seconds", type=seconds, metavar="N", help="stop cleanly after N seconds, resumable")
+    parser.add_argument("--max-seconds", type=float, metavar="N", help="stop cleanly after N seconds, resumable")
     parser.add_argument("--engine", dest="train.engine", default=argparse.SUPPRESS, help="short for --train.engine")
     for setting in walk_settings(Config()):
         parser.add_argument(
@@ -156,6 +147,10 @@ def dispatch(words: list[str]) -> int:
         from bicovg.records import run as run_record
 
         return run_record(args)
+    if args.command in ("report", "watch", "export"):
+        from bicovg.report import command
+
+        return int(getattr(command, args.command)(args))
     from bicovg import commands
 
     if args.command == "train":

@@ -15,6 +15,7 @@ from bicovg.diagnostics import mean_gain
 from bicovg.display import combined_rows, summary_table
 from bicovg.errors import StorageError, UserError
 from bicovg.evaluation import report_fusion
+from bicovg.report.command import finish_run
 from bicovg.runlog import read_config, read_summary, write_json
 from bicovg.stopping import RunLock, Stopper
 from bicovg.trainer import Trainer
@@ -87,8 +88,9 @@ def finish(trainer: Trainer, stopper: Stopper, quiet: bool = False) -> bool:
         print(f"go on with: bicovg train --resume {trainer.run}", flush=True)
         return False
     wide_console().print(summary_table(summary))
+    page = finish_run(trainer)
     if not quiet:
-        print(f"run folder: {trainer.run}")
+        print(f"run folder: {trainer.run}\nreport: {page}")
     return True
 
 
@@ -131,7 +133,8 @@ def fuse(args: argparse.Namespace) -> int:
     if args.on == "heldout" and "heldout" not in trainer.loaders:
         raise UserError(f"{trainer.run} held nothing out: train it with --data.holdout 0.02, or use --on train")
     summary = read_summary(trainer.run)
-    record, _ = report_fusion(trainer.logits(args.on), trainer.logits("test"), trainer.config.fusion)
+    unseen = trainer.config.train.epochs  # an epoch whose augmentation no step has used
+    record, _ = report_fusion(trainer.logits(args.on, unseen), trainer.logits("test"), trainer.config.fusion)
     summary["fusion"][args.on] = record
     wide_console().print(summary_table(summary))
     print(f"fusion fitted on {args.on}: N_eff {record['N_eff']:.2f}")

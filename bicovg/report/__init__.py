@@ -1,0 +1,1 @@
+"""Looking at runs: the page, the figures, the tables. Only ``analysis`` needs torch."""

@@ -1,0 +1,79 @@
+"""``bicovg report``, ``watch`` and ``export``: their flags, and what each does. No torch until it is needed."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from bicovg.errors import UserError
+
+
+def add_parsers(commands: Any) -> None:
+    report = _add(commands, "report", "make a page, figures or tables of runs")
+    report.add_argument("runs", metavar="RUN", nargs="*")
+    report.add_argument("--out", metavar="FILE", help="the page (default RUN/report.html; of several, report.html)")
+    report.add_argument("--figures", metavar="DIR", help="write every plot as a file of its own, and no page")
+    report.add_argument("--format", default="svg,pdf,png", help="formats of the figures (default svg,pdf,png)")
+    report.add_argument("--no-images", action="store_true", help="leave out what needs the test images")
+    report.add_argument("--tensorboard", metavar="DIR", help="write event files for TensorBoard, and no page")
+    report.add_argument("--data-root", help="folder of packed data sets")
+    report.add_argument("--device", default="auto", help="auto, cpu or cuda")
+
+
+def _add(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    return parser
+
+
+def report(args: argparse.Namespace) -> int:
+    """The page of finished runs, or their figures."""
+    from bicovg.report.collect import read_runs
+    from bicovg.report.figures import write_figures
+    from bicovg.report.page import write_page
+
+    if not args.runs:
+        raise UserError("report needs a run folder: bicovg report RUN...")
+    paths = [Path(path) for path in args.runs]
+    for run in read_runs(paths):
+        if run.summary is None:
+            raise UserError(
+                f"{run.path} is unfinished ({len(run.metrics)} of {run.epochs} epochs): look at it with "
+                f"`bicovg watch {run.path}`, or finish it with `bicovg train --resume {run.path}`"
+            )
+        if run.analysis is None and not args.no_images:
+            analyse_run(run.path, args)
+    if args.figures:
+        written = write_figures(read_runs(paths), Path(args.figures), args.format.split(","))
+        print(f"written: {len(written)} files in {args.figures}")
+        return 0
+    default = paths[0] / "report.html" if len(paths) == 1 else Path("report.html")
+    print(f"written: {write_page(paths, Path(args.out) if args.out else default)}")
+    return 0
+
+
+def analyse_run(path: Path, args: argparse.Namespace) -> None:
+    """Make a run's analysis.json from its weights and test images."""
+    from bicovg.commands import open_run
+
+    args.run = str(path)
+    try:
+        trainer = open_run(args)
+    except UserError as error:
+        raise UserError(f"{error} (or leave out what needs the test images: --no-images)") from None
+    store_analysis(trainer)
+
+
+def store_analysis(trainer: Any) -> None:
+    from bicovg.report.analysis import analyse
+    from bicovg.runlog import write_json
+
+    logits, labels = trainer.logits("test")
+    found = analyse(logits, labels, trainer.splits.test, trainer.splits.classes)
+    write_json(trainer.run / "analysis.json", found)
+
+
+def finish_run(trainer: Any) -> Path:
+    """What ``train`` leaves behind for looking at: analysis and page."""
+    from bicovg.report.page import write_page
+
+    store_analysis(trainer)
+    return write_page([trainer.run], trainer.run / "report.html")

@@ -3,8 +3,11 @@
 f is never stored: every kernel reads y and makes ``f = relu(batch norm(y))`` on the way in. Passes over y:
 
 * forward: batch statistics; goodness; the tail (see ``bicovg.kernels.tail``);
-* backward: the goodness kernel writes dz, the gradient at batch norm's output, with the two sums batch norm's
-  backward needs; an elementwise kernel turns dz into dy in place.
+* backward: one pass for the sums behind dW, dgamma and dbeta, one that writes dy.
+
+The second pass needs the sums of dz, the gradient at batch norm's output, which the first does not compute: where f
+is on it is linear in y, so two small matrix sums, q against on and q against on * y, carry dW and, through W, both
+sums of dz (``finish_kernel``). No pass stores dz.
 
 ``block_statistics`` and ``block_goodness`` together equal ``bicovg(relu(batch_norm(y)))`` with f rounded once to y's
 dtype. The gradient flows through the batch statistics too; there is no double backward.
@@ -18,12 +21,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from bicovg.kernels.goodness import MOST_PROJECTIONS, forward_outputs, fused_available, launch_backward, launch_forward
-from bicovg.kernels.tiles import device_guard, next_power
+from bicovg.kernels.goodness import MOST_PROJECTIONS, forward_outputs, fused_available, launch_forward, scale_pair
+from bicovg.kernels.tiles import Grid, Tile, cut_batch, device_guard, gradient_tile, next_power, sums_tile
 
-MOMENT_TILE = (64, 128)  # rows, channels
-MOST_PARTS = 528
-GRADIENT_TILE = (32, 256)
+MOMENT_TILE = (32, 128)  # rows, channels
+MOST_PARTS = 264
 
 
 def fuses_block(y: Tensor, weight: Tensor | None, scales: tuple[int, ...]) -> bool:
@@ -63,9 +65,9 @@ def statistics_op(
     stats = torch.empty((4, C), dtype=torch.float32, device=y.device)
     with device_guard(y):
         moments_kernel[(parts, math.ceil(C / BC))](part, as_rows(y), rows, C=C, BR=BR, BC=BC, STAGES=3, num_warps=4)
-        statistics_kernel[(math.ceil(C / 32),)](
+        statistics_kernel[(math.ceil(C / 16),)](
             stats, running_mean, running_var, batches, part, as_rows(y), gamma, beta, rows, parts, momentum, eps,
-            C=C, PB=32, BC=32, num_warps=4,
+            C=C, PB=64, BC=16, num_warps=4,
         )  # fmt: skip
     return stats
 
@@ -100,7 +102,7 @@ def block_goodness_op(
     scales: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """g (float32) and p; ``cast`` is ``weight`` in y's dtype."""
-    g, p = forward_outputs(y, weight, scales, keep=True)
+    g, p = forward_outputs(y, weight, scales, keep=True, always=True)
     launch_forward(g, p, y.contiguous(memory_format=torch.channels_last), cast, scales, stats)
     return g, p
 
@@ -115,7 +117,7 @@ def _(
     cast: Tensor | None,
     scales: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    return forward_outputs(y, weight, scales, keep=True)
+    return forward_outputs(y, weight, scales, keep=True, always=True)
 
 
 @torch.library.custom_op(
@@ -127,19 +129,78 @@ def block_goodness_backward_op(
     grad: Tensor, y: Tensor, stats: Tensor, cast: Tensor | None, p: Tensor, scales: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """dy (channels_last), and (N + 2, C) float32: dW, dbeta, dgamma."""
-    from bicovg.kernels.norm_triton import input_gradient_kernel
-
     y = y.contiguous(memory_format=torch.channels_last)
-    dy = torch.empty_like(y)
-    sums = launch_backward(dy, grad.contiguous(), y, cast, p, scales, True, stats)
-    rows, C = as_rows(y).shape
-    BC = min(GRADIENT_TILE[1], max(16, next_power(C)))
-    BR = GRADIENT_TILE[0] * GRADIENT_TILE[1] // BC
+    slopes = launch_slopes(grad.contiguous(), y, 0 if cast is None else cast.shape[0], scales)
+    sums = launch_sums(slopes, y, cast, p, stats, scales)
+    return launch_gradient(slopes, sums, y, cast, p, stats, scales), sums
+
+
+def launch_slopes(grad: Tensor, y: Tensor, N: int, scales: Sequence[int]) -> Tensor:
+    """(B, L * L, C + N) float32, see ``slopes_kernel``."""
+    from bicovg.kernels.block_backward_triton import slopes_kernel
+
+    B, C, H, W = y.shape
+    L, K = math.lcm(*scales), C + N
+    S1, S2 = scale_pair(scales)
+    slopes = torch.empty((B, L * L, K), dtype=torch.float32, device=y.device)
+    BK = min(256, next_power(K))
     with device_guard(y):
-        input_gradient_kernel[(math.ceil(rows / BR), math.ceil(C / BC))](
-            as_rows(dy), as_rows(y), stats, sums[-2:], rows, C=C, BR=BR, BC=BC, num_warps=8
+        slopes_kernel[(B, L * L, math.ceil(K / BK))](slopes, grad, K=K, H=H, W=W, L=L, S1=S1, S2=S2, BK=BK, num_warps=2)
+    return slopes
+
+
+def cut_work(y: Tensor, N: int, scales: Sequence[int], tile: Tile) -> tuple[Grid, int, dict[str, int]]:
+    """Geometry, workers per block of channels, and the constants both backward kernels share."""
+    B, C, H, W = y.shape
+    cut = cut_batch(B, H, W, scales, tile.pixels, whole=False)
+    block = min(tile.channels, max(16, next_power(C)))
+    chunks = math.ceil(C / block)
+    sms = torch.cuda.get_device_properties(y.device).multi_processor_count if y.is_cuda else 2
+    workers = max(1, min(cut.tiles, tile.per_sm * sms // chunks))
+    shape = {"C": C, "N": N, "H": H, "W": W, "L": cut.L, "T": cut.T, "G": cut.G, "Q": cut.Q, "BC": block}
+    return cut, workers, shape | {"NP": max(16, next_power(N)) if N else 16}
+
+
+def launch_sums(
+    slopes: Tensor, y: Tensor, cast: Tensor | None, p: Tensor, stats: Tensor, scales: Sequence[int]
+) -> Tensor:
+    """(N + 2, C) float32: dW, dbeta, dgamma."""
+    from bicovg.kernels.block_backward_triton import finish_kernel, sums_kernel
+
+    B, C, H, _ = y.shape
+    N = 0 if cast is None else cast.shape[0]
+    tile = sums_tile(C, N, H, y.dtype)
+    cut, workers, shape = cut_work(y, N, scales, tile)
+    part = torch.empty((workers, 2 * N + 2, C), dtype=torch.float32, device=y.device)
+    sums = torch.empty((N + 2, C), dtype=torch.float32, device=y.device)
+    with device_guard(y):
+        sums_kernel[(math.ceil(C / shape["BC"]), workers)](
+            part, y, p, slopes, stats, B, cut.tiles, **shape, PRECISION="ieee", STAGES=tile.stages,
+            num_warps=tile.warps, maxnreg=tile.registers,
+        )  # fmt: skip
+        finish_kernel[(math.ceil(C / 16),)](
+            sums, part, y if cast is None else cast, stats, workers, C=C, N=N, BC=16, NP=shape["NP"], num_warps=4
         )
-    return dy, sums
+    return sums
+
+
+def launch_gradient(
+    slopes: Tensor, sums: Tensor, y: Tensor, cast: Tensor | None, p: Tensor, stats: Tensor, scales: Sequence[int]
+) -> Tensor:
+    """dy, channels_last."""
+    from bicovg.kernels.block_backward_triton import gradient_kernel
+
+    B, C, H, W = y.shape
+    N = 0 if cast is None else cast.shape[0]
+    tile = gradient_tile(C, N, H, y.dtype)
+    cut, workers, shape = cut_work(y, N, scales, tile)
+    dy = torch.empty_like(y)
+    with device_guard(y):
+        gradient_kernel[(math.ceil(C / shape["BC"]), workers)](
+            dy, y, p, y if cast is None else cast, slopes, stats, sums, B, cut.tiles, B * H * W, **shape,
+            PRECISION="ieee", STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers,
+        )  # fmt: skip
+    return dy
 
 
 @block_goodness_backward_op.register_fake

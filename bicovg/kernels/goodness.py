@@ -45,7 +45,7 @@ def fused_available(f: Tensor) -> bool:
     return _HAS_TRITON and f.dtype == torch.float32 and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _scale_pair(scales: Sequence[int]) -> tuple[int, int]:
+def scale_pair(scales: Sequence[int]) -> tuple[int, int]:
     return scales[0], scales[1] if len(scales) > 1 else 0
 
 
@@ -60,7 +60,7 @@ def launch_forward(
 
     B, C, H, W = f.shape
     N = 0 if weight is None else weight.shape[0]
-    S1, S2 = _scale_pair(scales)
+    S1, S2 = scale_pair(scales)
     tile = forward_tile(C, N, H, W, scales, f.dtype)
     cut = cut_batch(B, H, W, scales, tile.pixels, whole=True)
     out = g if cut.direct else g.new_empty(B * cut.AP * cut.T * (C + N), dtype=torch.float32)
@@ -81,24 +81,14 @@ def launch_forward(
 
 
 def launch_backward(
-    df: Tensor,
-    grad: Tensor,
-    f: Tensor,
-    weight: Tensor | None,
-    p: Tensor,
-    scales: Sequence[int],
-    mask: bool,
-    stats: Tensor | None = None,
+    df: Tensor, grad: Tensor, f: Tensor, weight: Tensor | None, p: Tensor, scales: Sequence[int], mask: bool
 ) -> Tensor:
-    """Fill df and return dW (N, C) float32; f and df channels_last, p empty when it was not kept.
-
-    With ``stats`` f holds y, df is the gradient at batch norm's output and its two sums follow dW: (N + 2, C).
-    """
+    """Fill df and return dW (N, C) float32; f and df channels_last, p empty when it was not kept."""
     from bicovg.kernels.goodness_backward_triton import backward_kernel
 
     B, C, H, W = f.shape
     N = 0 if weight is None else weight.shape[0]
-    S1, S2 = _scale_pair(scales)
+    S1, S2 = scale_pair(scales)
     tile = backward_tile(C, N, H, W, scales, f.dtype)
     cut = cut_batch(B, H, W, scales, tile.pixels, whole=False)
     block = min(tile.channels, max(16, next_power(C)))
@@ -106,25 +96,26 @@ def launch_backward(
     chunks = math.ceil(C / block)
     sms = torch.cuda.get_device_properties(f.device).multi_processor_count if f.is_cuda else 2
     workers = max(1, min(cut.tiles, tile.per_sm * sms // chunks))
-    part = torch.empty((workers, N if stats is None else N + 2, C), dtype=torch.float32, device=f.device)
+    part = torch.empty((workers, N, C), dtype=torch.float32, device=f.device)
     with device_guard(f):
         backward_kernel[(chunks, workers)](
-            df, part, grad, f, f if weight is None else weight, p, f if stats is None else stats,
-            B, cut.tiles, workers,
+            df, part, grad, f, f if weight is None else weight, p, B, cut.tiles, workers,
             C=C, N=N, H=H, W=W, L=cut.L, S1=S1, S2=S2, T=cut.T, G=cut.G, Q=cut.Q,
             BC=block, NP=max(16, next_power(N)) if N else 16,
-            KEPT=p.numel() > 0, MASK=mask, NORM=stats is not None, PRECISION="ieee",
+            KEPT=p.numel() > 0, MASK=mask, PRECISION="ieee",
             STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers,
         )  # fmt: skip
     return part.sum(dim=0)
 
 
-def forward_outputs(f: Tensor, weight: Tensor | None, scales: Sequence[int], keep: bool) -> tuple[Tensor, Tensor]:
-    """Uninitialised g and p; p is empty when it need not be kept."""
+def forward_outputs(
+    f: Tensor, weight: Tensor | None, scales: Sequence[int], keep: bool, always: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Uninitialised g and p; p is empty when it need not be kept (``always``: even where it could be recomputed)."""
     B, C, H, W = f.shape
     N = 0 if weight is None else weight.shape[0]
     g = f.new_empty((B, sum((C + N) * s * s for s in scales)), dtype=torch.float32)
-    rows = B * H * W if keep and N and stores_projection(C, f.dtype) else 0
+    rows = B * H * W if keep and N and (always or stores_projection(C, f.dtype)) else 0
     return g, f.new_empty((rows, N))
 
 

@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 
 from bicovg.kernels.goodness_triton import cell_size, find_atoms, find_pixels, tile_mask
-from bicovg.kernels.norm_triton import activate
 
 
 @triton.jit
@@ -53,7 +52,6 @@ def backward_kernel(
     f: tl.tensor,
     w: tl.tensor,
     p: tl.tensor,
-    stats: tl.tensor,
     batch: tl.tensor,
     tiles: tl.tensor,
     workers: tl.tensor,
@@ -71,34 +69,21 @@ def backward_kernel(
     NP: tl.constexpr,
     KEPT: tl.constexpr,
     MASK: tl.constexpr,
-    NORM: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """df and this worker's share of dW for one block of channels, looping over tiles; W stays on the chip.
-
-    With NORM the tensor f holds y, df is the gradient at batch norm's output, and the sums of it and of its product
-    with the normalised y, which batch norm's own backward needs, follow dW in ``part``.
-    """
+    """df and this worker's share of dW for one block of channels, looping over tiles; W stays on the chip."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     n = tl.arange(0, NP)
     K: tl.constexpr = C + N
     if N > 0:
         weight = tl.load(w + n[:, None] * C + c[None, :], mask=tile_mask(n < N, c, C, BC), other=0.0)
         dw = tl.zeros([BC, NP], dtype=tl.float32)
-    if NORM:
-        mean = tl.load(stats + c, mask=c < C, other=0.0)
-        rstd = tl.load(stats + C + c, mask=c < C, other=0.0)
-        first = tl.zeros([BC], dtype=tl.float32)
-        second = tl.zeros([BC], dtype=tl.float32)
     for tile in tl.range(tl.program_id(1), tiles, workers, num_stages=STAGES):
         slot = tile // T * G + tl.arange(0, G)
         pixel, ok = find_pixels(tile // T, tile % T, batch, H, W, L, L * L, G, Q)
         mask = tile_mask(ok, c, C, BC)
         x = tl.load(f + pixel[:, None] * C + c[None, :], mask=mask, other=0.0)
-        if NORM:
-            xhat = (x.to(tl.float32) - mean[None, :]) * rstd[None, :]
-            x = activate(x, stats, c, mask, C, BC)
         slope_f = load_slopes(grad, c, c < C, slot, batch, K, H, W, L, S1, S2)
         if N > 0:
             if KEPT:
@@ -113,13 +98,7 @@ def backward_kernel(
             d = scale_rows(x, slope_f, G, Q, BC)
         if MASK:
             d = tl.where(x == 0.0, 0.0, d)
-        if NORM:
-            first += tl.sum(d, axis=0)
-            second += tl.sum(d * xhat, axis=0)
         tl.store(df + pixel[:, None] * C + c[None, :], d.to(df.dtype.element_ty), mask=mask)
-    own = part + tl.program_id(1).to(tl.int64) * ((N + 2 if NORM else N) * C)
     if N > 0:
-        tl.store(own + n[None, :] * C + c[:, None], dw, mask=(c < C)[:, None] & (n < N)[None, :])
-    if NORM:
-        tl.store(own + N * C + c, first, mask=c < C)
-        tl.store(own + N * C + C + c, second, mask=c < C)
+        at = part + tl.program_id(1).to(tl.int64) * (N * C) + n[None, :] * C + c[:, None]
+        tl.store(at, dw, mask=(c < C)[:, None] & (n < N)[None, :])

@@ -37,18 +37,18 @@ def moments_kernel(
     """Sums of y - pivot and of its square over a program's rows; the pivot, y's first row, tames cancellation."""
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     pivot = tl.load(y + c, mask=c < C, other=0.0).to(tl.float32)
-    total = tl.zeros([BC], dtype=tl.float32)
-    square = tl.zeros([BC], dtype=tl.float32)
+    total = tl.zeros([BR, BC], dtype=tl.float32)
+    square = tl.zeros([BR, BC], dtype=tl.float32)
     for r0 in tl.range(tl.program_id(0) * BR, rows, tl.num_programs(0) * BR, num_stages=STAGES):
         r = r0 + tl.arange(0, BR)
         mask = (r < rows)[:, None] & (c < C)[None, :]
         x = tl.load(y + r.to(tl.int64)[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
         x = tl.where(mask, x - pivot[None, :], 0.0)
-        total += tl.sum(x, axis=0)
-        square += tl.sum(x * x, axis=0)
+        total += x
+        square += x * x
     at = part + tl.program_id(0) * (2 * C) + c
-    tl.store(at, total, mask=c < C)
-    tl.store(at + C, square, mask=c < C)
+    tl.store(at, tl.sum(total, axis=0), mask=c < C)
+    tl.store(at + C, tl.sum(square, axis=0), mask=c < C)
 
 
 @triton.jit
@@ -96,31 +96,3 @@ def statistics_kernel(
     tl.store(running_var + c, old + momentum * (unbiased - old), mask=ok)
     if tl.program_id(0) == 0:
         tl.store(batches, tl.load(batches) + 1)
-
-
-@triton.jit
-def input_gradient_kernel(
-    dy: tl.tensor,
-    y: tl.tensor,
-    stats: tl.tensor,
-    sums: tl.tensor,
-    rows: tl.tensor,
-    C: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-) -> None:
-    """In place, dz -> dy = scale * (dz - mean(dz) - xhat * mean(dz * xhat)); ``sums`` holds the two sums."""
-    r = tl.program_id(0) * BR + tl.arange(0, BR)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    ok = c < C
-    mask = (r < rows)[:, None] & ok[None, :]
-    mean = tl.load(stats + c, mask=ok, other=0.0)
-    rstd = tl.load(stats + C + c, mask=ok, other=0.0)
-    scale = tl.load(stats + 2 * C + c, mask=ok, other=0.0)
-    first = tl.load(sums + c, mask=ok, other=0.0) / rows
-    second = tl.load(sums + C + c, mask=ok, other=0.0) / rows
-    at = r.to(tl.int64)[:, None] * C + c[None, :]
-    xhat = (tl.load(y + at, mask=mask, other=0.0).to(tl.float32) - mean[None, :]) * rstd[None, :]
-    dz = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
-    d = scale[None, :] * (dz - first[None, :] - xhat * second[None, :])
-    tl.store(dy + at, d.to(dy.dtype.element_ty), mask=mask)

@@ -1,7 +1,9 @@
 """Launch shapes of the fused kernels, and how a batch of maps is cut into tiles.
 
-The rules below are starting points by register count; ``benchmarks/kernels.py --sweep`` measures candidates
-for the tables ``FORWARD`` and ``BACKWARD``, which win over the rules.
+The rules below are starting points; ``benchmarks/kernels.py --sweep`` measures candidates for the tables, which win
+over the rules. No tile that makes Hopper's asynchronous matrix instruction (a product of 64 or more rows on a multiple
+of 4 warps) is pipelined: Triton 3.6 then reuses its operands' shared memory for our reductions before it has read them,
+and a few rows of the result come out wrong.
 """
 
 import math
@@ -41,6 +43,8 @@ RECOMPUTE_CHANNELS = 128  # up to here the backward pass recomputes p in bfloat1
 # Measured bests in bfloat16 by (C, H); all else takes the rules in forward_tile and backward_tile.
 FORWARD: dict[tuple[int, int], Tile] = {}
 BACKWARD: dict[tuple[int, int], Tile] = {}
+SUMS: dict[tuple[int, int], Tile] = {}
+GRADIENT: dict[tuple[int, int], Tile] = {}
 
 
 def next_power(n: int) -> int:
@@ -66,11 +70,11 @@ def forward_tile(C: int, N: int, H: int, W: int, scales: Sequence[int], dtype: t
         return FORWARD[C, H]
     L = math.lcm(*scales)
     sample = next_power(L * L) * atom_slots(H, W, L)
-    if sample <= 64:
+    if sample <= 32:
         return Tile(max(16, sample), 128 if N <= 64 else 64)
-    if N > 64:
-        return Tile(64, 64, warps=8)
-    return Tile(128, 64, warps=8 if N > 32 else 4)
+    if sample <= 64:
+        return Tile(64, 64, stages=1)
+    return Tile(32, 64)
 
 
 def backward_tile(C: int, N: int, H: int, W: int, scales: Sequence[int], dtype: torch.dtype) -> Tile:
@@ -82,12 +86,22 @@ def backward_tile(C: int, N: int, H: int, W: int, scales: Sequence[int], dtype: 
     # Small atoms: every row has its own slopes, too many bytes to pipeline, and few tiles to pipeline over.
     stages = 1 if atom_slots(H, W, math.lcm(*scales)) <= 8 else 3
     if not stores_projection(C, dtype):
-        return Tile(64, max(16, next_power(C)), 4 if N <= 32 else 8, stages)
-    if N > 64:
-        return Tile(64, 64, 8, stages)
-    if N > 32:
-        return Tile(64, 64, 4, stages, per_sm=3, registers=168)
-    return Tile(64, 128, 8, stages, registers=128)
+        return Tile(32, max(16, next_power(C)), 4, 1)
+    return Tile(32, 64, 4, 1 if N > 32 else stages, per_sm=3)
+
+
+def sums_tile(C: int, N: int, H: int, dtype: torch.dtype) -> Tile:
+    """Launch shape of the fused block's first backward pass."""
+    if dtype != torch.bfloat16:
+        return Tile(32, 32, stages=2)
+    return SUMS.get((C, H), Tile(32, 64, 4, 3 if N < 64 else 1, per_sm=4))
+
+
+def gradient_tile(C: int, N: int, H: int, dtype: torch.dtype) -> Tile:
+    """Launch shape of the fused block's second backward pass."""
+    if dtype != torch.bfloat16:
+        return Tile(32, 32, stages=2)
+    return GRADIENT.get((C, H), Tile(32, 128, 4, 2, per_sm=4))
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bicovg.data.known import IMAGENET100, KNOWN
 from bicovg.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,23 +16,6 @@ if TYPE_CHECKING:
     from bicovg.data.store import PackedStore
 
 _PLAIN_EVERY = 10.0  # seconds between progress lines when the output is not a terminal
-
-
-@dataclass(frozen=True)
-class Known:
-    """What is fixed about a benchmark: the size it is packed at and how many images it has."""
-
-    size: int | None = None
-    short_side: int | None = None
-    counts: tuple[tuple[str, int], ...] = ()
-
-
-KNOWN = {
-    "cifar100": Known(size=32, counts=(("train", 50_000), ("test", 10_000))),
-    "tiny-imagenet": Known(size=64, counts=(("train", 100_000), ("test", 10_000))),
-    "imagenet100": Known(short_side=256),
-}
-IMAGENET100 = Path(__file__).with_name("imagenet100.txt")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -156,8 +139,8 @@ def _open_source(args: argparse.Namespace) -> "Source":
 def _choose_fit(args: argparse.Namespace) -> tuple[int | None, int | None]:
     if args.size is not None or args.short_side is not None:
         return args.size, args.short_side
-    known = KNOWN.get(args.name, Known())
-    return known.size, known.short_side
+    known = KNOWN.get(args.name)
+    return (known.size, known.short_side) if known else (None, None)
 
 
 def _run_pack(args: argparse.Namespace) -> int:
@@ -183,7 +166,7 @@ def _run_pack(args: argparse.Namespace) -> int:
         print(f"removed {folder.name}, left by an interrupted packing")
     _print_rejected(store.rejected)
     print(_describe(store))
-    for split, expected in KNOWN.get(args.name, Known()).counts:
+    for split, expected in KNOWN[args.name].counts if args.name in KNOWN else ():
         found = store.counts.get(split, 0)
         if found != expected:
             print(

@@ -81,6 +81,9 @@ def check_labels(splits: Splits, config: DataConfig) -> None:
             raise UserError(
                 f"the {name} split of {config.name} has labels {labels.min()}..{labels.max()}, expected 0..{K - 1}"
             )
+        empty = np.flatnonzero(np.bincount(labels, minlength=K) == 0)
+        if len(empty):
+            raise UserError(f"class {splits.classes[empty[0]]!r} has no image in the {name} split of {config.name}")
 
 
 def holdout_indices(labels: NDArray[np.int64], config: DataConfig) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -138,15 +141,23 @@ def _in_memory(
 
 
 def _packed(config: DataConfig) -> Splits:
+    """Held-out images come from the train split if asked for, else from the set's own valid split if it has one."""
+    from bicovg.data.known import KNOWN
     from bicovg.data.store import PackedStore, data_root
 
-    store = PackedStore.open(data_root(config.root), config.name)
+    fit = f" --short-side {config.resize}" if config.resize else f" --size {config.image_size}"
+    store = PackedStore.open(data_root(config.root), config.name, "" if config.name in KNOWN else fit)
+    store.check_content()
     train, test = store.split("train"), store.split("test")
     keep, held = holdout_indices(train.labels, config)
     wrap = VariableImages if store.kind == "variable" else MappedImages
+    heldout = wrap(train, train.labels, held) if len(held) else None
+    if heldout is None and "valid" in store.counts:
+        valid = store.split("valid")
+        heldout = wrap(valid, valid.labels)
     return Splits(
         wrap(train, train.labels, keep) if len(held) else wrap(train, train.labels),
-        wrap(train, train.labels, held) if len(held) else None,
+        heldout,
         wrap(test, test.labels),
         list(store.classes),
         tuple(store.mean),

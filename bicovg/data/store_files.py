@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bicovg.data.known import KNOWN
 from bicovg.errors import UserError
 
 SCHEMA = 1
@@ -41,10 +42,11 @@ def check_name(name: str) -> str:
     return name
 
 
-def pack_command(root: Path, name: str) -> str:
-    """The command that packs ``name`` into ``root``; only PATH is left to the user."""
+def pack_command(root: Path, name: str, options: str = "") -> str:
+    """The command that packs ``name`` into ``root``, and what its PATH is, which only the user knows."""
     where = "" if root == data_root() else f" --root {shlex.quote(str(root))}"
-    return f"bicovg data pack {name} --from PATH{where}"
+    source = KNOWN[name].source if name in KNOWN else "a folder with train/ and test/, or with one folder per class"
+    return f"`bicovg data pack {name} --from PATH{options}{where}`, PATH being {source}"
 
 
 @contextmanager

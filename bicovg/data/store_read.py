@@ -83,19 +83,24 @@ class PackedStore:
         self.counts: dict[str, int] = {split: manifest["splits"][split]["count"] for split in splits}
 
     @classmethod
-    def open(cls, root: Path, name: str) -> "PackedStore":
-        """Open a store after the cheap checks: description unchanged, every file there and of its size."""
-        folder = Path(root) / check_name(name)
-        command = pack_command(Path(root), name)
+    def open(cls, root: Path, name: str, pack_options: str = "") -> "PackedStore":
+        """Open a store after the cheap checks: description unchanged, every file there and of its size.
+
+        Args:
+            pack_options: what the command in an error should have beside its name and path.
+        """
+        root = Path(root)
+        folder = root / check_name(name)
         if not folder.is_dir():
-            raise UserError(f"data set {name!r} is not packed in {root}: run `{command}`")
+            raise UserError(f"data set {name!r} is not packed in {root}: run {pack_command(root, name, pack_options)}")
         try:
             manifest = read_manifest(folder)
             problems = check_sizes(folder, manifest)
         except ValueError as error:
             problems = [str(error)]
         if problems:
-            raise UserError(f"data set {name!r} in {root} is damaged, {problems[0]}: run `{command} --force`")
+            command = pack_command(root, name, f"{pack_options} --force")
+            raise UserError(f"data set {name!r} in {root} is damaged, {problems[0]}: run {command}")
         return cls(folder, manifest)
 
     def split(self, name: str) -> PackedSplit:
@@ -111,5 +116,5 @@ class PackedStore:
         """Refuse a store whose files have changed; of a store too large to read in seconds, all but the images."""
         problems = verify_files(self.folder, limit=CHECKED_BYTES)
         if problems:
-            command = pack_command(self.folder.parent, self.name)
-            raise UserError(f"data set {self.name!r} is damaged, {problems[0]}: run `{command} --force`")
+            command = pack_command(self.folder.parent, self.name, " --force")
+            raise UserError(f"data set {self.name!r} is damaged, {problems[0]}: run {command}")

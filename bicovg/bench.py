@@ -11,7 +11,7 @@ import statistics
 from contextlib import ExitStack
 from typing import Any
 
-from bicovg.bench_cases import BASELINE, CONSTANT, STRICT, Case, make_cases, pick_cases
+from bicovg.bench_cases import BARE, BASELINE, CONSTANT, STRICT, Case, make_cases, pick_cases
 from bicovg.bench_client import OUT_OF_TIME, Answer, Deadline, Worker
 from bicovg.bench_report import describe_case, merge_results, print_rows, print_side_by_side, results_path
 from bicovg.bench_turns import Round, Side, compare_sides
@@ -22,6 +22,7 @@ from bicovg.roofline import describe_roofline
 ENGINE_CHOICES = ("auto", "fastest", "graph", "graph-plain", "compiled", "eager")
 CANDIDATES = {"cuda": ("graph", "graph-plain"), "cpu": ("eager",)}
 STEADY_STEPS = {"cuda": 18, "cpu": 1}  # the steady peak is taken over steps 3 to 20 of a GPU
+TURNS = (STRICT, BASELINE, CONSTANT, BARE)
 TRIALS = 7  # halvings of the range in which the smallest memory lies
 Row = dict[str, Any]
 
@@ -36,7 +37,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         nargs="*",
         metavar="NAME",
         help="measure configurations side by side, taking turns, each in its fastest engine "
-        f"(default: {STRICT} {BASELINE} {CONSTANT})",
+        f"(default: {' '.join(TURNS)})",
     )
     parser.add_argument("--engine", default="auto", choices=ENGINE_CHOICES, help="auto is what training would use")
     parser.add_argument("--steps", type=int, default=20, help="training steps in a timed block")
@@ -65,7 +66,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
         written = {"rows": rows}
         print_rows(rows, config)
     else:
-        table = bench.measure_side_by_side(pick_cases(cases, args.ab or [STRICT, BASELINE, CONSTANT]))
+        table = bench.measure_side_by_side(pick_cases(cases, args.ab or TURNS))
         rows, written = table["sides"], {"side_by_side": [table]}
         print_side_by_side(table, config)
     path = results_path(args.out, bench.machine, config.recipe)
@@ -155,7 +156,7 @@ class Bench:
             "images_per_second": spread(blocks, median),
             "milliseconds_per_step": None if median is None else batch / median * 1e3,
             "memory": {**dict.fromkeys(MEMORY_FIELDS), **answer.get("memory", {})},
-            "roofline": describe_roofline(case.config, self.machine["gpu"], None if case.constant else median),
+            "roofline": describe_roofline(case.config, self.machine["gpu"], None if case.stand_in else median),
             "parameters": answer.get("parameters"),
             "warmup_seconds": answer.get("warmup_seconds"),
             "recompiled": answer.get("recompiled"),

@@ -16,7 +16,7 @@ from bicovg.recipes import CLASSIC
 UNIT_BLOCKS = (1, 2, 4, 8, 16)
 MICRO_BATCHES = (2, 4)
 BASELINE = "end-to-end"
-STRICT, CONSTANT = "strict", "strict-constant"
+STRICT, CONSTANT, BARE = "strict", "strict-constant", "strict-bare"
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,16 @@ class Case:
 
     Attributes:
         accumulate: micro-batches whose gradients are added up before the step; batch norm sees each by itself.
-        constant: the readouts are fed a constant and f gets a ready-made gradient, so goodness costs nothing.
+        stand_in: what takes goodness' place (see ``bicovg.bench_variants``), None for goodness itself.
     """
 
     name: str
     config: Config
     accumulate: int = 1
-    constant: bool = False
+    stand_in: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        return {"config": asdict(self.config), "accumulate": self.accumulate, "constant": self.constant}
+        return {"config": asdict(self.config), "accumulate": self.accumulate, "stand_in": self.stand_in}
 
 
 def make_cases(config: Config) -> dict[str, Case]:
@@ -46,7 +46,7 @@ def make_cases(config: Config) -> dict[str, Case]:
         )
     cases: dict[str, Case] = {}
 
-    def add(name: str, changes: dict[str, Any], accumulate: int = 1, constant: bool = False) -> None:
+    def add(name: str, changes: dict[str, Any], accumulate: int = 1, stand_in: str | None = None) -> None:
         plain: dict[str, Any] = {
             "model.scope": "strict",
             "model.group_size": 1,
@@ -54,12 +54,13 @@ def make_cases(config: Config) -> dict[str, Case]:
             "model.exits": "last",
             "model.checkpointing": False,
         }
-        cases[name] = Case(name, override(config, {**plain, **changes}), accumulate, constant)
+        cases[name] = Case(name, override(config, {**plain, **changes}), accumulate, stand_in)
 
     end_to_end = {"model.scope": "end-to-end"}
     add(STRICT, {})
     add("strict-fal", {"model.alignment": True})
-    add(CONSTANT, {}, constant=True)
+    add(CONSTANT, {}, stand_in="constant")
+    add(BARE, {}, stand_in="bare")
     for m in (m for m in UNIT_BLOCKS if len(config.model.channels) % m == 0):
         for schedule in ("interleaved", "summed"):
             units = {"model.scope": "hgb", "model.group_size": m, "model.alignment": True}

@@ -11,15 +11,15 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from bicovg.blocks import Block
+from bicovg.bench_variants import accumulate_gradients, replace_goodness
 from bicovg.config import Config, from_json, override
 from bicovg.data.augment import Augmentation
 from bicovg.data.loader import Loader, TensorImages
@@ -27,70 +27,11 @@ from bicovg.engine import EagerEngine, GraphEngine, make_engine
 from bicovg.networks import LocalNetwork, count_parameters
 from bicovg.optim import make_optimizers
 from bicovg.profiling import peak_memory, reset_peak_memory, time_steps, track_saved_bytes
-from bicovg.signals import Credit, assign_gradients
 from bicovg.trainer import build_on, pick_device
 
 FIRST_STEPS = 2  # library search, compilation and capture happen here
 DATA_BYTES = {"cuda": 1 << 28, "cpu": 1 << 22}  # about what the synthetic images may take
 EPOCH_STEPS = (8, 390)  # fewest and most batches of an epoch
-
-
-class ConstantGoodness(nn.Module):
-    """Stands in for BiCovG at no cost: a constant forward, and a gradient that is already there backward."""
-
-    plain, weight, scales = True, None, (1,)
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.dim = dim
-
-    def forward(self, f: Tensor) -> Tensor:
-        constant: Tensor = _Constant.apply(f, self.dim)  # type: ignore[no-untyped-call]
-        return constant
-
-
-class _Constant(torch.autograd.Function):
-    """f itself serves as its gradient: the convolution, batch norm and ReLU do all their backward work."""
-
-    @staticmethod
-    def forward(ctx: Any, f: Tensor, dim: int) -> Tensor:
-        ctx.save_for_backward(f)
-        return torch.ones((len(f), dim), device=f.device)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.saved_tensors[0], None
-
-
-def feed_constants(net: LocalNetwork) -> None:
-    """Replace every exit's goodness by a constant."""
-    for block in net.modules():
-        if isinstance(block, Block) and block.goodness is not None:
-            block.goodness = ConstantGoodness(block.goodness.dim)  # type: ignore[assignment]
-
-
-def accumulate_gradients(unit: nn.Module, parts: int) -> None:
-    """Let a unit that emits nothing learn from ``parts`` micro-batches one after the other: the mean of their losses.
-
-    Equal to the whole batch but for batch norm, which sees each micro-batch by itself.
-    """
-    learn: Callable[..., Credit] = unit.learn  # type: ignore[assignment]
-
-    def learn_in_parts(x: Tensor, labels: Tensor, keys: Tensor | None = None, emit: bool = True) -> Credit:
-        assert not emit, "only the last unit can accumulate: others would need to join their outputs"
-        pieces = [None] * parts if keys is None else keys.chunk(parts)
-        losses: list[Tensor] = []
-        for images, targets, mine in zip(x.chunk(parts), labels.chunk(parts), pieces, strict=True):
-            credit = learn(images, targets, mine, False)
-            credit.roots = [(loss / parts, grad) for loss, grad in credit.roots]
-            losses.append(credit.losses)
-            if len(losses) < parts:
-                assign_gradients([credit])
-                del credit
-        credit.losses = torch.stack(losses).mean(dim=0)
-        return credit
-
-    unit.learn = learn_in_parts  # type: ignore[assignment]
 
 
 def synthetic_loader(config: Config, device: torch.device) -> Loader:
@@ -133,8 +74,8 @@ class Session:
         if request["fraction"] is not None:
             torch.cuda.set_per_process_memory_fraction(request["fraction"])
         self.net = build_on(config, self.device)
-        if request["constant"]:
-            feed_constants(self.net)
+        if request["stand_in"]:
+            replace_goodness(self.net, request["stand_in"])
         if request["accumulate"] > 1:
             accumulate_gradients(self.net.units[-1], request["accumulate"])
         optimizers = make_optimizers(self.net, config.optim, self.device)

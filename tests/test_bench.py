@@ -1,31 +1,23 @@
-"""bench: its configurations, the process that measures one, turns taken side by side, and the results file."""
+"""bench: its configurations, what it changes in a network, and the process that measures one."""
 
-import json
-import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import bicovg.bench
 from bicovg.bench_cases import make_cases, pick_cases
 from bicovg.bench_client import OUT_OF_TIME, Deadline, Worker
-from bicovg.bench_report import merge_results, results_path
-from bicovg.bench_turns import compare_sides
-from bicovg.bench_worker import Server, accumulate_gradients, feed_constants
-from bicovg.cli import main
+from bicovg.bench_variants import accumulate_gradients, replace_goodness
+from bicovg.bench_worker import Server
 from bicovg.config import override
 from bicovg.errors import UserError
 from bicovg.networks import LocalNetwork, local_network
 from bicovg.profiling import graph_workspace, peak_memory, reset_peak_memory, time_steps
 from bicovg.recipes import get_recipe
 from bicovg.signals import assign_gradients
-
-TINY = ["--batch", "8", "--model.width", "0.25", "--steps", "2", "--repeats", "2", "--train.threads", "1"]
 
 
 def tiny_request(name: str, **changes: Any) -> dict[str, Any]:
@@ -108,17 +100,21 @@ def test_accumulation_goes_through_the_unit_in_micro_batches() -> None:
     assert seen == [2, 2, 2, 2]
 
 
-def test_a_constant_readout_still_trains_the_convolution() -> None:
-    net = local_network(5, (16, 16)).train()
-    feed_constants(net)
-    unit = net.units[0]
-    _, (logits,) = unit(torch.randn(4, 3, 6, 6), torch.arange(4))
+@pytest.mark.parametrize("stand_in", ["constant", "bare"])
+def test_without_goodness_the_readout_sees_a_constant_and_the_convolution_still_learns(stand_in: str) -> None:
+    net, untouched = (local_network(5, (16, 16), pools=(0,)).train() for _ in range(2))
+    net.load_state_dict(untouched.state_dict())
+    replace_goodness(net, stand_in)
+    x, labels, keys = torch.randn(4, 3, 6, 6), torch.arange(4), torch.arange(4)
+    h, (logits,) = net.units[0](x, keys)
     torch.testing.assert_close(logits, logits[:1].expand_as(logits))
-    credit = unit.learn(torch.randn(4, 3, 6, 6), torch.arange(4), torch.arange(4))
-    assign_gradients([credit])
-    block = unit.blocks[0]
-    for parameter in (block.conv.weight, block.norm.weight, block.norm.bias, block.readout.weight):
-        assert parameter.grad.abs().sum() > 0
+    assert torch.equal(h, untouched.units[0](x, keys)[0])  # the next block gets what it always got
+    assign_gradients([net.units[0].learn(x, labels, keys)])
+    learned = {name for name, p in net.units[0].named_parameters() if p.grad is not None and p.grad.any()}
+    expected = {"blocks.0.conv.weight", "blocks.0.readout.weight", "blocks.0.readout.bias"}
+    norm = {"blocks.0.norm.weight", "blocks.0.norm.bias"}
+    assert learned == expected | (norm if stand_in == "constant" else set())
+    assert torch.equal(net.units[0].blocks[0].norm.num_batches_tracked, torch.tensor(2))
 
 
 def test_a_worker_answers_with_speed_and_memory() -> None:
@@ -157,155 +153,6 @@ def test_a_worker_past_the_deadline_is_ended() -> None:
     with Worker(Deadline(0.0)) as worker:
         assert worker.ask({"do": "describe", "device": "cpu"}) == {"error": OUT_OF_TIME}
         assert worker.process.wait(timeout=20) == -9
-
-
-def read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
-
-
-def test_bench_writes_every_row_the_failed_ones_with_their_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("BICOVG_COMMIT", "0123abc")
-    out = tmp_path / "new" / "bench.json"
-    clip = ["--train.clip_norm", "1", "--train.clip_scope", "global", "--train.schedule", "summed"]
-    names = ["strict", "hgb-2-interleaved"]
-    assert main(["bench", "digits", *TINY, *clip, "--only", *names, "--out", str(out)]) == 0
-    found = read(out)
-    good, bad = found["rows"]
-    assert (good["name"], good["status"], good["engine"], good["batch_size"]) == ("strict", "ok", "eager", 8)
-    assert good["images_per_second"]["min"] <= good["images_per_second"]["median"] <= good["images_per_second"]["max"]
-    assert (bad["status"], bad["images_per_second"]["median"]) == ("failed", None)
-    assert "cannot be interleaved" in bad["reason"]
-    (run,) = found["runs"]
-    assert run["torch"] == torch.__version__
-    assert {"date", "commit", "command", "gpu", "python"} <= set(run)
-    shown = capsys.readouterr().out
-    assert "cannot be interleaved" in shown
-    assert str(out) in shown
-
-
-def test_bench_without_time_left_says_so_in_every_row(tmp_path: Path) -> None:
-    out = tmp_path / "bench.json"
-    assert main(["bench", "digits", *TINY, "--time-limit", "0", "--out", str(out)]) == 1
-    rows = read(out)["rows"]
-    assert len(rows) == len(make_cases(get_recipe("digits")))
-    assert {row["reason"] for row in rows} == {OUT_OF_TIME}
-
-
-class LocalWorker(Server):
-    """A worker without a process of its own."""
-
-    alive = 0
-
-    def __init__(self, deadline: Deadline) -> None:
-        LocalWorker.alive += 1
-        self.open = True
-
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        assert self.open
-        return self.answer(request)
-
-    def close(self) -> None:
-        LocalWorker.alive -= self.open
-        self.open = False
-
-    def __enter__(self) -> "LocalWorker":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-def test_side_by_side_reports_every_sides_speed_and_their_ratio(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bicovg.bench, "Worker", LocalWorker)
-    out = tmp_path / "bench.json"
-    assert main(["bench", "digits", *TINY, "--ab", "--out", str(out)]) == 0
-    (table,) = read(out)["side_by_side"]
-    strict, whole, constant = (side["images_per_second"]["blocks"] for side in table["sides"])
-    assert [side["tried"].keys() for side in table["sides"]] == [{"eager"}] * 3
-    assert table["rounds"] == len(strict) == len(whole) == len(constant) == 2
-    ratios = [a / b for a, b in zip(strict, whole, strict=True)]
-    assert table["speed_over_end-to-end"]["strict"]["median"] == pytest.approx(sum(ratios) / 2)
-    shares = [1 - a / b for a, b in zip(strict, constant, strict=True)]
-    assert table["goodness_share"] == pytest.approx(sum(shares) / 2)
-    assert LocalWorker.alive == 0
-
-
-def test_each_side_runs_in_the_fastest_engine_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Milliseconds are made up here; an engine without any fails."""
-    made_up = {("strict", "a"): 4.0, ("strict", "b"): 2.0, ("end-to-end", "a"): 3.0}
-
-    class Timed(LocalWorker):
-        def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-            if request["do"] == "describe":
-                return {"device": "cpu", "gpu": None, "torch": "2.11.0"}
-            if request["do"] == "build":
-                self.milliseconds = made_up.get((request["config"]["model"]["scope"], request["engine"]))
-                return {"engine": request["engine"]} if self.milliseconds else {"error": "no such engine"}
-            return {"milliseconds": [self.milliseconds] * request["repeats"]}
-
-    monkeypatch.setattr(bicovg.bench, "Worker", Timed)
-    monkeypatch.setitem(bicovg.bench.CANDIDATES, "cpu", ("a", "b"))
-    out = tmp_path / "bench.json"
-    assert main(["bench", "digits", *TINY, "--ab", "strict", "end-to-end", "--out", str(out)]) == 0
-    (table,) = read(out)["side_by_side"]
-    strict, whole = table["sides"]
-    assert (strict["engine"], strict["tried"]) == ("b", {"a": 2000.0, "b": 4000.0})
-    assert (whole["engine"], whole["tried"]) == ("a", {"a": pytest.approx(8000 / 3), "b": "no such engine"})
-    assert table["speed_over_end-to-end"]["strict"]["median"] == pytest.approx(1.5)
-    assert Timed.alive == 0
-
-
-def test_ratios_pair_the_sides_round_by_round() -> None:
-    rounds = [
-        {"strict": 1.0, "end-to-end": 2.0, "strict-constant": 0.9},
-        {"strict": 10.0, "end-to-end": 30.0, "strict-constant": 8.0},
-        {"strict": 5.0},
-        {"strict": 2.0, "end-to-end": 2.0, "strict-constant": 1.0},
-    ]
-    compared = compare_sides(rounds)
-    assert compared["speed_over_end-to-end"] == {"strict": {"median": 2.0, "min": 1.0, "max": 3.0}}
-    assert compared["goodness_share"] == pytest.approx(0.2)
-    assert compare_sides([])["goodness_share"] is None
-
-
-def fake_row(name: str, speed: float, batch: int = 8) -> dict[str, Any]:
-    fixed = {"engine_asked": "auto", "width": 1.0, "image_size": 8, "precision": "float32"}
-    return {"name": name, "batch_size": batch, "speed": speed, **fixed}
-
-
-def test_a_second_run_replaces_its_own_rows_and_keeps_the_others(tmp_path: Path) -> None:
-    path, config = tmp_path / "r.json", get_recipe("digits")
-    merge_results(path, config, {}, rows=[fake_row("strict", 1.0), fake_row("end-to-end", 2.0)])
-    merge_results(path, config, {}, rows=[fake_row("strict", 3.0), fake_row("strict", 4.0, batch=16)])
-    found = read(path)
-    assert [(row["name"], row["speed"], row["run"]) for row in found["rows"]] == [
-        ("end-to-end", 2.0, 0),
-        ("strict", 3.0, 1),
-        ("strict", 4.0, 1),
-    ]
-    merge_results(path, config, {}, rows=[fake_row("end-to-end", 5.0)])
-    assert [run["id"] for run in read(path)["runs"]] == [1, 2]  # nothing names run 0 any more
-
-
-def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    for text in ("[]", "not json", '{"recipe": "cifar100-bp", "runs": [], "rows": [], "side_by_side": []}'):
-        path.write_text(text)
-        with pytest.raises(UserError, match="is not a benchmark file of digits"):
-            merge_results(path, get_recipe("digits"), {}, rows=[fake_row("strict", 1.0)])
-        assert path.read_text() == text
-
-
-def test_results_are_named_by_gpu_version_and_recipe() -> None:
-    gpu = {"gpu": "NVIDIA H200", "torch": "2.11.0+cu130"}
-    expected = os.path.join("benchmarks", "results", "nvidia-h200-torch2.11.0-cifar100-bicovg.json")
-    assert str(results_path(None, gpu, "cifar100-bicovg")) == expected
-    assert results_path(None, {"gpu": None, "torch": "2.13.0"}, "digits").name == "cpu-torch2.13.0-digits.json"
 
 
 def test_time_per_step_leaves_the_lead_in_out() -> None:

@@ -2,9 +2,10 @@
 
 import argparse
 import difflib
+import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from bicovg.config import Config, nearest, override, parse_value, walk_settings
@@ -12,6 +13,22 @@ from bicovg.errors import UserError
 from bicovg.recipes import RECIPES, get_recipe
 
 DESCRIPTION = "Train convolutional networks without backpropagation through the net (BiCovG, Forward-Forward)."
+
+HANDLERS = {
+    "train": "bicovg.commands:train",
+    "resume": "bicovg.commands:resume",
+    "eval": "bicovg.commands:evaluate",
+    "fuse": "bicovg.commands:fuse",
+    "predict": "bicovg.commands:predict",
+    "compare": "bicovg.commands:compare",
+    "checkpoint": "bicovg.commands:checkpoint",
+    "report": "bicovg.report.command:report",
+    "watch": "bicovg.report.command:watch",
+    "export": "bicovg.report.command:export",
+    "bench": "bicovg.bench:run",
+    "record": "bicovg.records:run",
+    "data": "bicovg.data.command:run",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -134,31 +151,27 @@ def dispatch(words: list[str]) -> int:
         return 0
     if args.command == "recipes":
         return list_recipes()
-    if args.command == "data":
-        from bicovg.data.command import run as run_data
-
-        return run_data(args)
-    if args.command == "bench":
-        from bicovg.bench import run as run_bench
-
-        config = get_recipe(args.recipe)
-        return run_bench(override(config, split_overrides(args, config)), args)
-    if args.command == "record":
-        from bicovg.records import run as run_record
-
-        return run_record(args)
-    if args.command in ("report", "watch", "export"):
-        from bicovg.report import command
-
-        return int(getattr(command, args.command)(args))
-    from bicovg import commands
-
     if args.command == "train":
-        if args.resume:
-            return commands.resume(args, split_overrides(args, Config()))
-        config = get_recipe(args.recipe or "digits")
-        return commands.train(override(config, split_overrides(args, config)), args)
-    return int(getattr(commands, {"eval": "evaluate"}.get(args.command, args.command))(args))
+        return dispatch_train(args)
+    if args.command == "bench":
+        config = get_recipe(args.recipe)
+        return int(load_handler("bench")(override(config, split_overrides(args, config)), args))
+    return int(load_handler(args.command)(args))
+
+
+def dispatch_train(args: argparse.Namespace) -> int:
+    config = Config() if args.resume else get_recipe(args.recipe or "digits")
+    changes = split_overrides(args, config)
+    if args.resume:
+        return int(load_handler("resume")(args, changes))
+    return int(load_handler("train")(override(config, changes), args))
+
+
+def load_handler(command: str) -> Callable[..., int]:
+    """The function behind a command; what it imports (torch, mostly) is imported here and not before."""
+    module, _, name = HANDLERS[command].partition(":")
+    handler: Callable[..., int] = getattr(importlib.import_module(module), name)
+    return handler
 
 
 def suggest_flags(parser: Parser, words: list[str]) -> None:

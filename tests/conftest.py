@@ -3,6 +3,7 @@
 import os
 import sys
 import zlib
+from pathlib import Path
 
 import jaxtyping
 import pytest
@@ -20,6 +21,7 @@ SHAPE_CHECKED = [
     "bicovg.fusion",
     "bicovg.diagnostics",
     "bicovg.data.augment",
+    "bicovg.data.crops",
 ]
 imported_early = [name for name in SHAPE_CHECKED if name in sys.modules]
 assert not imported_early, f"imported before the shape checks were installed: {imported_early}"
@@ -37,3 +39,16 @@ settings.load_profile("bicovg-ci" if os.environ.get("CI") else "bicovg")
 def _seed_torch(request: pytest.FixtureRequest) -> None:
     """A seed of its own for each test, so that neither order nor selection changes what a test sees."""
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+SMALL = ["digits", "--model.channels", "8,8,8,8", "--train.epochs", "2", "--data.holdout", "0.1"]
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small digits run of two epochs, made by the command line; tests that change it work on a copy."""
+    from bicovg.cli import main
+
+    run = tmp_path_factory.mktemp("runs") / "small"
+    assert main(["train", *SMALL, "--out", str(run)]) == 0
+    return run

@@ -49,7 +49,7 @@ def fit_axis(
     if log and low > 0:
         pad = max((high / low) ** margin, 1.02)
         return Axis(low / pad, high * pad, start, end, log=True)
-    room = (high - low) * margin or max(abs(high), 1.0) * margin
+    room = (high - low) * margin if high > low else max(abs(high), 1.0) * 0.05
     bottom = low if zero and low == 0 else low - room
     top = high if zero and high == 0 and low < 0 else high + room
     return Axis(bottom, top, start, end)

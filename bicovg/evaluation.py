@@ -57,11 +57,15 @@ def report_exits(
 
 
 def report_fusion(
-    fit_on: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], config: FusionConfig
+    fit_on: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], config: FusionConfig, temperatures: bool = False
 ) -> tuple[dict[str, Any], LogisticFusion]:
     """Fit Logistic Fusion on one split's (logits, labels), measure it on another's."""
-    fusion = LogisticFusion(len(fit_on[0])).to(fit_on[0].device).fit(*fit_on, steps=config.steps, lr=config.lr)
+    fusion = LogisticFusion(len(fit_on[0]), temperatures).to(fit_on[0].device)
+    fusion.fit(*fit_on, steps=config.steps, lr=config.lr)
     with torch.no_grad():
         accuracy = both_accuracies(fusion(test[0]), test[1])
     weights = fusion.weights.tolist()
-    return {**accuracy, "weights": weights, "N_eff": effective_layers(weights)}, fusion
+    record = {**accuracy, "weights": weights, "N_eff": effective_layers(weights)}
+    if fusion.log_temperature is not None:
+        record["temperatures"] = fusion.log_temperature.exp().tolist()
+    return record, fusion

@@ -18,18 +18,26 @@ def mean_logits(logits: Float[Tensor, "e b k"]) -> Float[Tensor, "b k"]:
 
 
 class LogisticFusion(nn.Module):
-    """``softmax(alpha) . logits``: one scalar per exit, alpha from zeros (so it starts as the uniform mean)."""
+    """``softmax(alpha) . logits``: one scalar per exit, alpha from zeros (so it starts as the uniform mean).
 
-    def __init__(self, exits: int) -> None:
+    With ``temperatures`` (ours, not the paper's) each exit's logits are divided by a fitted temperature first, which
+    starts at 1: the weights then need not tell an over-confident exit from a useless one.
+    """
+
+    def __init__(self, exits: int, temperatures: bool = False) -> None:
         super().__init__()
         self.alpha = nn.Parameter(torch.zeros(exits))
+        self.log_temperature = nn.Parameter(torch.zeros(exits)) if temperatures else None
 
     @property
     def weights(self) -> Float[Tensor, " e"]:
         return self.alpha.softmax(dim=0)
 
     def forward(self, logits: Float[Tensor, "e b k"]) -> Float[Tensor, "b k"]:
-        return torch.einsum("e,ebk->bk", self.weights, widen(logits).to(self.alpha.dtype))
+        scale = self.weights
+        if self.log_temperature is not None:
+            scale = scale * torch.exp(-self.log_temperature)
+        return torch.einsum("e,ebk->bk", scale, widen(logits).to(self.alpha.dtype))
 
     def fit(
         self, logits: Float[Tensor, "e b k"], labels: Int[Tensor, " b"], steps: int = 500, lr: float = 0.01

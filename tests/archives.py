@@ -33,20 +33,31 @@ def labelled(count: int, classes: int, size: int = 32, first: int = 0, format: s
     return [(encode(picture(first + i, size), format), i % classes) for i in range(count)]
 
 
-def write_shard(path: Path, rows: Labelled, image: str = "image", label: str = "label") -> None:
+def write_shard(path: Path, rows: Labelled, image: str = "image", label: str = "label", **more: list[int]) -> None:
     structs = [{"bytes": data, "path": f"{i}.png"} for i, (data, _) in enumerate(rows)]
-    table = pyarrow.table({image: structs, label: [value for _, value in rows]})
+    table = pyarrow.table({image: structs, label: [value for _, value in rows], **more})
     pyarrow.parquet.write_table(table, path, row_group_size=7)
 
 
 def write_parquet(folder: Path, train: Labelled, test: Labelled, classes: int, test_name: str = "test") -> Path:
-    """Two train shards, one test shard and the names."""
+    """Two train shards, one test shard and the names, as the public copies of Tiny-ImageNet have them."""
     folder.mkdir(parents=True)
     half = len(train) // 2
     write_shard(folder / "train-00000-of-00002.parquet", train[:half])
     write_shard(folder / "train-00001-of-00002.parquet", train[half:])
     write_shard(folder / f"{test_name}-00000-of-00001.parquet", test)
     (folder / "label_names.txt").write_text("".join(f"class {i}\n" for i in range(classes)))
+    return folder
+
+
+def write_cifar_parquet(folder: Path, train: Labelled, test: Labelled, classes: int) -> Path:
+    """The column names of the public copies of CIFAR-100, coarse labels beside the fine ones."""
+    folder.mkdir(parents=True)
+    for split, rows in (("train", train), ("test", test)):
+        path = folder / f"{split}-00000-of-00001.parquet"
+        write_shard(path, rows, "img", "fine_label", coarse_label=[99] * len(rows))
+    (folder / "fine_label_names.txt").write_text("".join(f"fine {i}\n" for i in range(classes)))
+    (folder / "coarse_label_names.txt").write_text("coarse\n")
     return folder
 
 
@@ -62,7 +73,8 @@ def write_cifar_binary(folder: Path, train: np.ndarray, test: np.ndarray) -> Pat
 
 
 def write_tar(path: Path, folder: Path) -> Path:
-    with tarfile.open(path, "w:gz") as archive:
+    """Compressed unless the name ends in .tar."""
+    with tarfile.open(path, "w" if path.suffix == ".tar" else "w:gz") as archive:
         archive.add(folder, folder.name)
     return path
 

@@ -81,9 +81,7 @@ def read_tiny_imagenet(root: Path) -> Source:
     for line in read_lines(annotations):
         name, wnid, *_ = [*line.split("\t"), ""]
         if wnid not in labels or "/" in name:
-            raise UserError(
-                f"{annotations} has the line {line!r}, not a file and a class of wnids.txt: correct it"
-            )
+            raise UserError(f"{annotations} has the line {line!r}, not a file and a class of wnids.txt: correct it")
         test.append((f"val/images/{name}", labels[wnid]))
     splits = {"train": _list_classes(root, root / "train", wnids, "images"), "test": test}
     classes = tuple(f"{wnid}\t{words[wnid]}" if wnid in words else wnid for wnid in wnids)

@@ -37,11 +37,11 @@ def _group_shards(folder: Path) -> dict[str, list[Path]]:
         groups.setdefault(match["split"], []).append(path)
         shards = groups[match["split"]]
         if match["part"] is not None and int(match["part"]) != len(shards) - 1:
-            raise UserError(f"the shard before {path.name} is missing in {folder}: fetch all {match['parts']} shards")
+            raise UserError(f"the shard before {path.name} is missing in {folder}: fetch all {int(match['parts'])} shards")
     for shards in groups.values():
         match = _SHARD.fullmatch(shards[-1].name)
         if match is not None and match["parts"] is not None and int(match["parts"]) != len(shards):
-            raise UserError(f"{folder} has {len(shards)} of {match['parts']} {match['split']} shards: fetch all")
+            raise UserError(f"{folder} has {len(shards)} of {int(match['parts'])} {match['split']} shards: fetch all")
     return {split: groups[name] for name, split in name_splits(groups, folder).items()}
 
 

@@ -1,7 +1,6 @@
 """Benchmark results: the tables on the terminal and the JSON file, in which every number names the run it came from."""
 
 import json
-import os
 import re
 import sys
 import time
@@ -63,7 +62,7 @@ def merge_results(path: Path, config: Config, machine: dict[str, Any], **section
     this = {
         "id": max(known, default=-1) + 1,
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "commit": find_commit() or os.environ.get("BICOVG_COMMIT"),
+        "commit": find_commit(),
         "command": " ".join(["bicovg", *sys.argv[1:]]),
         **machine,
     }

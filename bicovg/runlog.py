@@ -131,7 +131,10 @@ def describe_environment(device: str, threads: int) -> dict[str, Any]:
 
 
 def find_commit() -> str | None:
-    """The commit of the checkout this package runs from, ``+`` where the tree has changes, or None."""
+    """The commit of the checkout this package runs from, ``+`` where the tree has changes.
+
+    Outside a checkout, or without git, what ``BICOVG_COMMIT`` says; None where that is not set.
+    """
     here = Path(__file__).parent
 
     def git(*words: str) -> str | None:
@@ -142,7 +145,7 @@ def find_commit() -> str | None:
         return done.stdout.strip() if done.returncode == 0 else None
 
     if git("ls-files", "--error-unmatch", "runlog.py") is None:
-        return None
+        return os.environ.get("BICOVG_COMMIT")
     commit = git("rev-parse", "HEAD")
     return commit and commit + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
 

@@ -1,128 +1,175 @@
-"""Launch-shape sweep of the goodness kernels (``benchmarks/kernels.py --sweep``).
+"""Launch-shape sweep of the fused block's kernels (``benchmarks/kernels.py --sweep``).
 
-Prints the best tiles of each (C, H) as lines ready for ``bicovg/kernels/tiles.py``. "kept" means the forward pass
-stores p for the backward pass; where one block of channels can hold all of C both ways are timed, and the sums of
-forward and backward decide.
+Every trial is first checked against the plain functions in float32, because a launch shape can be fast and wrong
+(see ``bicovg/kernels/tiles.py``); then it is timed. Prints the best tiles of each (C, H), ready for the tables there.
 """
 
 from typing import Any, NamedTuple
 
 import torch
-from kernel_blocks import BLOCKS, Block, build_all, cast, draw, forward, input_sets, microseconds
+from kernel_blocks import BLOCKS, LAST, Block, build_all, draw, microseconds
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from bicovg.goodness import bicovg
+from bicovg.kernels import block as kernels
 from bicovg.kernels import tiles
+from bicovg.kernels.goodness import forward_outputs, launch_forward
 from bicovg.kernels.tiles import Tile
 
-LARGE = [
-    Tile(64, 64, 4, 3), Tile(64, 64, 4, 4), Tile(64, 128, 4, 3), Tile(128, 64, 4, 3), Tile(128, 64, 8, 3),
-    Tile(128, 64, 8, 4), Tile(128, 128, 8, 3), Tile(256, 64, 8, 3),
+FORWARD = [
+    Tile(32, 64, 4, 3), Tile(32, 128, 4, 3), Tile(32, 128, 4, 2), Tile(32, 64, 2, 3), Tile(64, 64, 2, 2),
+    Tile(64, 64, 4, 1), Tile(64, 128, 4, 1), Tile(64, 128, 8, 1), Tile(128, 64, 4, 1), Tile(128, 64, 8, 1),
+    Tile(128, 128, 8, 1), Tile(16, 128, 4, 3), Tile(16, 256, 4, 2),
 ]  # fmt: skip
-SMALL = [
-    Tile(16, 64, 4, 4), Tile(16, 128, 4, 3), Tile(16, 256, 4, 2), Tile(32, 128, 4, 3), Tile(64, 64, 4, 3),
-    Tile(64, 128, 4, 3), Tile(64, 128, 8, 3),
+SUMS = [
+    Tile(32, 64, 4, 1, 4), Tile(32, 64, 4, 1, 8), Tile(32, 64, 4, 3, 4), Tile(32, 64, 2, 3, 6), Tile(32, 128, 4, 1, 4),
+    Tile(32, 128, 4, 3, 3), Tile(64, 64, 4, 1, 4), Tile(64, 64, 8, 1, 3), Tile(64, 128, 8, 1, 2), Tile(32, 32, 2, 3, 8),
+    Tile(16, 128, 4, 1, 4),
 ]  # fmt: skip
-KEPT = [
-    Tile(64, 64, 4, 3, 3, 168), Tile(64, 64, 4, 2, 3, 168), Tile(64, 128, 4, 3), Tile(64, 128, 8, 3, 1),
-    Tile(64, 128, 8, 3, 2, 128), Tile(64, 128, 8, 2, 2, 128), Tile(64, 64, 8, 3, 2, 128),
+GRADIENT = [
+    Tile(32, 64, 4, 3, 4), Tile(32, 64, 4, 2, 8), Tile(32, 128, 4, 3, 4), Tile(32, 128, 4, 2, 4),
+    Tile(32, 128, 8, 2, 3), Tile(64, 64, 4, 1, 6), Tile(64, 128, 8, 1, 4), Tile(32, 256, 8, 2, 2),
+    Tile(16, 128, 4, 3, 6), Tile(32, 64, 2, 3, 8), Tile(32, 128, 4, 1, 6),
 ]  # fmt: skip
-KEPT_SMALL = [
-    Tile(64, 64, 4, 1), Tile(64, 64, 8, 1), Tile(64, 128, 8, 1), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1),
-    Tile(16, 64, 4, 1), Tile(64, 64, 8, 2),
-]  # fmt: skip
-RECOMPUTED = {
-    128: [Tile(64, 128, 4, 2), Tile(64, 128, 4, 3), Tile(64, 128, 4, 2, 3, 168), Tile(64, 128, 8, 3, 2, 128),
-          Tile(64, 128, 8, 2, 2, 128), Tile(128, 128, 8, 3, 1)],
-    256: [Tile(64, 256, 8, 2, 1), Tile(64, 256, 8, 3, 1), Tile(32, 256, 8, 3, 1)],
-}  # fmt: skip
+CANDIDATES = {"forward": FORWARD, "sums": SUMS, "gradient": GRADIENT}
+TABLES = {"forward": tiles.FORWARD, "sums": tiles.SUMS, "gradient": tiles.GRADIENT}
 
 
 class Trial(NamedTuple):
     """One launch shape of one kernel on one block."""
 
     block: Block
-    forward: bool
-    kept: bool
+    kernel: str
     tile: Tile
 
 
-def list_trials() -> list[Trial]:
+class Case(NamedTuple):
+    """What the kernels of one block need."""
+
+    y: Tensor
+    weight: Tensor
+    norm: nn.BatchNorm2d
+    stats: Tensor
+    grad: Tensor
+    p: Tensor
+
+
+def racy(trial: Trial) -> bool:
+    """Whether the trial would pipeline an asynchronous matrix product."""
+    rows = max(16, trial.block.channels // 8) if trial.kernel == "sums" else trial.tile.pixels
+    return rows >= 64 and trial.tile.warps % 4 == 0 and trial.tile.stages > 1
+
+
+def list_trials(recipes: tuple[str, ...]) -> list[Trial]:
     """All trials, each (C, H) once, in its first recipe."""
     seen: dict[tuple[int, int], Block] = {}
     for block in BLOCKS:
-        seen.setdefault((block.channels, block.size), block)
-    trials = []
-    for (C, H), block in seen.items():
-        recomputed = RECOMPUTED.get(C, [])
-        for tile in SMALL if H <= 8 else LARGE:
-            trials += [Trial(block, True, kept, tile) for kept in ((True, False) if recomputed else (True,))]
-        trials += [Trial(block, False, True, tile) for tile in (KEPT_SMALL if H <= 4 else KEPT)]
-        trials += [Trial(block, False, False, tile) for tile in recomputed]
-    return trials
+        if block.recipe in recipes:
+            seen.setdefault((block.channels, block.size), block)
+    trials = [
+        Trial(block, kernel, tile) for block in seen.values() for kernel in CANDIDATES for tile in CANDIDATES[kernel]
+    ]
+    return [trial for trial in trials if not racy(trial)]
+
+
+def make_case(block: Block) -> Case:
+    y, weight, grad, _ = draw(block, torch.bfloat16)
+    y = (y - 0.3).contiguous(memory_format=LAST)
+    norm = nn.BatchNorm2d(block.channels, device="cuda")
+    stats = kernels.block_statistics(y, norm)
+    g, p = forward_outputs(y, weight, block.scales, keep=True, always=True)
+    launch_forward(g, p, y, weight.bfloat16(), block.scales, stats)
+    return Case(y, weight, norm, stats, grad, p)
 
 
 def apply(trial: Trial) -> None:
     """Make the launchers use the trial's tile."""
-    tiles.RECOMPUTE_CHANNELS = 0 if trial.kept else trial.block.channels
-    table = tiles.FORWARD if trial.forward else tiles.BACKWARD
+    table = TABLES[trial.kernel]
     table.clear()
     table[trial.block.channels, trial.block.size] = trial.tile
 
 
-def build(trial: Trial) -> None:
-    """Compile the trial's kernels into Triton's disk cache, on few samples to spare memory."""
+def distance(x: Tensor, reference: Tensor) -> float:
+    return float((x.float() - reference).norm() / reference.norm())
+
+
+def check(trial: Trial) -> float:
+    """The largest relative error of g, dy, dW, dgamma and dbeta against the plain functions in float32."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     block = trial.block._replace(batch=16)  # a multiple of 16 like the true batch: the same compiled kernel
+    case = make_case(block)
     apply(trial)
-    f, w, grad, _ = draw(block, torch.bfloat16)
-    _, p = forward(block, f, w)
-    if not trial.forward:
-        torch.ops.bicovg.goodness_backward(grad, f, cast(f, w), p, list(block.scales), True)
-    torch.cuda.synchronize()
+    leaf, weight = case.y.detach().requires_grad_(), case.weight.requires_grad_()
+    g = kernels.block_goodness(leaf, case.stats, case.norm, weight, block.scales)
+    wanted = (leaf, weight, case.norm.weight, case.norm.bias)
+    found = torch.autograd.grad(g, wanted, case.grad)
+    wide, wide_weight = case.y.float().requires_grad_(), case.weight.detach().bfloat16().float().requires_grad_()
+    reference = bicovg(F.relu(case.norm(wide)), wide_weight, block.scales)
+    oracle = torch.autograd.grad(reference, (wide, wide_weight, case.norm.weight, case.norm.bias), case.grad)
+    return max(distance(a, b) for a, b in zip((g.detach(), *found), (reference.detach(), *oracle), strict=True))
 
 
-def measure(trial: Trial, data: list[Any]) -> float:
-    """Microseconds of the trial's kernel."""
+def measure(trial: Trial, cases: list[Case]) -> float:
+    """Microseconds of the trial's kernel (gradient: with the slopes and sums it follows left out)."""
     apply(trial)
-    block = trial.block
-    if trial.forward:
-        return microseconds(lambda i: forward(block, *data[i][:2]), len(data), 0.02)
-    kept = [forward(block, f, w)[1] for f, w, _, _ in data]
+    scales = trial.block.scales
+    casts = [case.weight.bfloat16() for case in cases]
+    slopes = [kernels.launch_slopes(case.grad, case.y, case.weight.shape[0], scales) for case in cases]
+    sums = [kernels.launch_sums(s, c.y, w, c.p, c.stats, scales) for s, c, w in zip(slopes, cases, casts, strict=True)]
 
-    def backward(i: int) -> Any:
-        f, w, grad, _ = data[i]
-        return torch.ops.bicovg.goodness_backward(grad, f, cast(f, w), kept[i], list(block.scales), True)
+    def run(i: int) -> Any:
+        y, weight, _, stats, _, p = cases[i]
+        if trial.kernel == "forward":
+            g, _ = forward_outputs(y, weight, scales, keep=False)
+            return launch_forward(g, p, y, casts[i], scales, stats)
+        if trial.kernel == "sums":
+            return kernels.launch_sums(slopes[i], y, casts[i], p, stats, scales)
+        return kernels.launch_gradient(slopes[i], sums[i], y, casts[i], p, stats, scales)
 
-    return microseconds(backward, len(data), 0.02)
+    return microseconds(run, len(cases), 0.01)
 
 
-def run_sweep() -> list[dict[str, Any]]:
-    """Compile all trials in parallel, time them one by one, print the best three of each kernel and block."""
-    trials = list_trials()
-    built = build_all(build, trials)
+def run_sweep(recipes: tuple[str, ...] = ("vgg8", "vgg16-64")) -> list[dict[str, Any]]:
+    """Compile and check all trials in parallel, time them one by one, print the best of each kernel and block."""
+    trials = list_trials(recipes)
+    checked = build_all(check, trials)
     rows: list[dict[str, Any]] = []
-    data: list[Any] = []
+    cases: list[Case] = []
     for index, trial in enumerate(trials):
-        if index == 0 or trial.block != trials[index - 1].block:
-            data = []
-            data = input_sets(trial.block)
-        row = {
-            "C": trial.block.channels, "H": trial.block.size, "B": trial.block.batch,
-            "kernel": "forward" if trial.forward else "backward", "kept": trial.kept, "tile": str(trial.tile),
-        }  # fmt: skip
+        block, error = trial.block, checked[index]
+        if index == 0 or block != trials[index - 1].block:
+            for table in TABLES.values():
+                table.clear()
+            size = 2 * block.batch * block.channels * block.size**2
+            cases = []
+            cases = [make_case(block) for _ in range(min(16, 1 + int(1.2e8) // size))]
+        row = {"C": block.channels, "H": block.size, "kernel": trial.kernel, "tile": str(trial.tile), "error": error}
         try:
-            if isinstance(built[index], Exception):
-                raise built[index]
-            row["us"] = measure(trial, data)
-        except Exception as error:
-            row["error"] = f"{type(error).__name__}: {error}"[:200]
+            if isinstance(error, Exception):
+                raise error
+            row["us"] = measure(trial, cases)
+            row["ok"] = error < 2e-2
+        except Exception as failure:
+            row |= {"error": f"{type(failure).__name__}: {failure}"[:200], "ok": False}
         rows.append(row)
-    for key in dict.fromkeys((row["C"], row["H"], row["kernel"], row["kept"]) for row in rows):
-        group = [row for row in rows if (row["C"], row["H"], row["kernel"], row["kept"]) == key]
-        best = sorted((row for row in group if "us" in row), key=lambda row: float(row["us"]))[:3]
-        C, H, kernel, kept = key
-        print(f"{kernel:8} ({C}, {H}) {'kept' if kept else 'recomputed'}, {len(group)} tried")
-        for row in best:
-            print(f"  {row['us']:8.1f} us  {row['tile']}")
-    for row in rows:
-        if "error" in row:
-            print("failed:", row["kernel"], row["C"], row["H"], row["tile"], row["error"])
+        ideal = (2 if trial.kernel == "gradient" else 1) * 2 * block.batch * block.channels * block.size**2 / 4.3e6
+        row["ideal_us"] = ideal
+    print_best(rows)
     return rows
+
+
+def print_best(rows: list[dict[str, Any]]) -> None:
+    for kernel in CANDIDATES:
+        for C, H in dict.fromkeys((row["C"], row["H"]) for row in rows):
+            group = [row for row in rows if (row["C"], row["H"], row["kernel"]) == (C, H, kernel)]
+            good = sorted((row for row in group if row["ok"]), key=lambda row: float(row["us"]))
+            wrong = [row["tile"] for row in group if not row["ok"] and "us" in row]
+            print(f"{kernel} ({C}, {H}): {len(good)} of {len(group)} right; memory alone {group[0]['ideal_us']:.1f} us")
+            for row in good[:3]:
+                print(f"  {row['us']:8.1f} us  {row['tile']}")
+            for tile in wrong:
+                print(f"  wrong: {tile}")
+            for row in group:
+                if "us" not in row:
+                    print("  failed:", row["tile"], row["error"])

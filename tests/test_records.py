@@ -224,8 +224,17 @@ def test_absolute_folders_are_cut_from_a_typed_command(typed: str | None, kept: 
     assert without_folders(typed) == kept
 
 
+def test_a_run_as_the_trainer_leaves_it_fills_every_field_but_those_of_a_gpu(tmp_path: Path) -> None:
+    tiny = ["--train.epochs", "1", "--model.width", "0.25", "--data.holdout", "0.1", "--train.threads", "1"]
+    assert main(["train", "digits", *tiny, "--fusion.steps", "5", "--out", str(tmp_path / "run")]) == 0
+    assert main(["fuse", str(tmp_path / "run"), "--on", "augmented"]) == 0
+    entry = write_record([tmp_path / "run"], tmp_path / "record")["runs"][0]
+    assert {field for field, value in entry.items() if value is None} - {"commit"} == {"gpu", "cuda"}
+    assert all(entry["fusion"].values())
+
+
 def test_the_records_of_the_repository_hold() -> None:
     folder = Path(__file__).resolve().parents[1] / "records"
     if not folder.is_dir():
         pytest.skip("the repository has no records yet")
-    assert load_records(folder).keys() == {path.name for path in folder.iterdir() if path.is_dir()}
+    assert load_records(folder).keys() == {path.parents[1].name for path in folder.glob("*/s*/config.json")}

@@ -64,6 +64,9 @@ def build_parser() -> Parser:
         command.add_argument("run", metavar="RUN")
         command.add_argument("--data-root", help="folder of packed data sets")
         command.add_argument("--device", default="auto", help="auto, cpu or cuda")
+        if name == "eval":
+            text = "measure accuracy against compute when stopping early"
+            command.add_argument("--early-exit", action="store_true", help=text)
         if name == "fuse":
             command.add_argument(
                 "--on",
@@ -73,9 +76,13 @@ def build_parser() -> Parser:
             )
     predict = commands.add_parser("predict", help="classify image files with a run", allow_abbrev=False)
     predict.add_argument("run", metavar="RUN")
-    predict.add_argument("images", metavar="IMAGE", nargs="+")
+    predict.add_argument("images", metavar="IMAGE", nargs="+", help="image files, or folders of them")
     predict.add_argument("--head", default="mean", help="mean, fused, best (held-out-chosen), last, or a block")
     predict.add_argument("--top", type=int, default=5, help="classes to print per image")
+    predict.add_argument("--format", default="table", choices=("table", "json", "csv"), help="how to print them")
+    predict.add_argument(
+        "--early-exit", type=float, metavar="CONFIDENCE", help="stop at the first block this sure, for example 0.9"
+    )
     predict.add_argument("--device", default="auto", help="auto, cpu or cuda")
     compare = commands.add_parser("compare", help="compare finished runs, seeds pooled", allow_abbrev=False)
     compare.add_argument("runs", metavar="RUN", nargs="+")

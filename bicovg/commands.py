@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from bicovg.checkpoint import find_checkpoint, list_checkpoints, verify_checkpoint
@@ -49,8 +50,7 @@ def train(config: Config, args: argparse.Namespace) -> int:
     """One run, or one per seed."""
     with make_stopper(args.max_seconds) as stopper:
         if args.seeds is None:
-            finish(Trainer.start(config, args.out), stopper)
-            return stopper.exit_code
+            return 0 if finish(Trainer.start(config, args.out), stopper) else stopper.exit_code
         if len(set(args.seeds)) != len(args.seeds):
             raise UserError(f"--seeds {' '.join(map(str, args.seeds))} names a seed twice")
         if args.out and Path(args.out).exists():
@@ -76,8 +76,8 @@ def resume(args: argparse.Namespace, changes: dict[str, Any]) -> int:
             raise UserError(f"--{path} cannot change on --resume: it would be another run; start a new one instead")
     run = Path(args.resume)
     with make_stopper(args.max_seconds) as stopper:
-        finish(Trainer.resume(run, override(read_config(run), changes)), stopper)
-        return stopper.exit_code
+        trainer = Trainer.resume(run, override(read_config(run), changes))
+        return 0 if finish(trainer, stopper) else stopper.exit_code
 
 
 def finish(trainer: Trainer, stopper: Stopper, quiet: bool = False) -> bool:
@@ -106,10 +106,37 @@ def open_run(args: argparse.Namespace) -> Trainer:
 
 def evaluate(args: argparse.Namespace) -> int:
     trainer = open_run(args)
+    if args.early_exit:
+        return evaluate_early_exit(trainer)
     summary = trainer.summarise()
     wide_console().print(summary_table(summary))
     store_summary(trainer.run, summary)
     return 0
+
+
+def evaluate_early_exit(trainer: Trainer) -> int:
+    """Calibrate every exit, measure accuracy against compute on test, keep both in early_exit.json."""
+    from bicovg.early_exit import describe_early_exit
+
+    found = describe_early_exit(trainer)
+    write_json(trainer.run / "early_exit.json", found)
+    wide_console().print(early_exit_table(found))
+    print(f"temperatures fitted on {found['calibrated_on']} images; written: {trainer.run / 'early_exit.json'}")
+    return 0
+
+
+def early_exit_table(found: dict[str, Any]) -> Table:
+    """Accuracy at a few amounts of compute, for both rules."""
+    table = Table(title=f"early exit on {found['images']} {found['measured_on']} images")
+    for column in ("predicts from", "less compute", "threshold", "top-1", "points lost"):
+        table.add_column(column, justify="left" if column == "predicts from" else "right")
+    for rule, name in (("mean", "mean of the blocks so far"), ("own", "the block alone")):
+        record = found["rules"][rule]
+        table.add_row(name, "1.00x", "never", f"{record['full']['top1']:.2f}", "")
+        for point in record["points"]:
+            lost = f"{point['points_lost']:+.2f}"
+            table.add_row("", f"{1 / point['compute']:.2f}x", f"{point['threshold']:.4f}", f"{point['top1']:.2f}", lost)
+    return table
 
 
 def store_summary(run: Path, summary: dict[str, Any]) -> None:
@@ -165,15 +192,26 @@ def checkpoint(args: argparse.Namespace) -> int:
 
 
 def predict(args: argparse.Namespace) -> int:
-    from bicovg.predict import predict_files
+    from bicovg.predict import format_csv, format_json, predict_files
 
     run = Path(args.run)
-    table = Table(title=f"{run}: {args.head}")
-    for column in ("image", "class", "probability"):
+    found = predict_files(run, args.images, args.head, args.top, args.device, args.early_exit)
+    if args.format != "table":
+        print(format_json(found) if args.format == "json" else format_csv(found))
+        return 0
+    rule = args.head if args.early_exit is None else f"early exit at {args.early_exit:g}"
+    table = Table(title=f"{run}: {rule}")
+    for column in ("image", "class", "probability", "decided by"):
         table.add_column(column)
-    for name, ranked in predict_files(run, args.images, args.head, args.top, args.device):
-        for position, (label, probability) in enumerate(ranked):
-            table.add_row(name if position == 0 else "", label, f"{probability:.3f}")
+    for image in found:
+        for position, (label, probability) in enumerate(image.classes):
+            first = position == 0
+            table.add_row(
+                escape(image.image) if first else "",
+                escape(label),
+                f"{probability:.3f}",
+                f"block {image.block}" if first else "",
+            )
     wide_console().print(table)
     return 0
 

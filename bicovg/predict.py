@@ -1,24 +1,29 @@
 """Classify image files with a finished run. Takes images and nothing else: no label can reach it."""
 
-from collections.abc import Iterator
+import csv
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from bicovg.checkpoint import walk_back
 from bicovg.config import Config
 from bicovg.data.augment import normalise
+from bicovg.early_exit import predict_early
 from bicovg.errors import UserError
-from bicovg.fusion import mean_logits
 from bicovg.networks import LocalNetwork
 from bicovg.preparation import build_on, check_config, pick_device
-from bicovg.runlog import read_config, read_data, read_summary
+from bicovg.runlog import read_config, read_data, read_json, read_summary
 from bicovg.state import read_weights
 
 BATCH = 64
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
 
 def read_image(path: Path, config: Config) -> Float[Tensor, "c h w"]:
@@ -45,28 +50,40 @@ def read_image(path: Path, config: Config) -> Float[Tensor, "c h w"]:
     return torch.from_numpy(np.array(pixels)).permute(2, 0, 1).float() / 255
 
 
-def combine(logits: Float[Tensor, "e b k"], head: str, run: Path, exits: list[int]) -> Float[Tensor, "b k"]:
-    """One prediction from all exits: mean, fused, best (chosen on held-out images), last, or one block."""
+def head_weights(head: str, run: Path, exits: list[int]) -> list[float]:
+    """Weight of every exit in one prediction: mean, fused, best (chosen on held-out images), last, or one block."""
     if head == "mean":
-        return mean_logits(logits)
-    if head == "last":
-        return logits[-1]
+        return [1 / len(exits)] * len(exits)
     if head == "fused":
         fitted = read_summary(run)["fusion"]
         record = fitted["heldout"] or fitted["train"]
         if record is None:
             raise UserError(f"{run} has no fusion weights: fit them with `bicovg fuse {run}`, or use --head mean")
-        return torch.einsum("e,ebk->bk", logits.new_tensor(record["weights"]), logits)
+        return [float(weight) for weight in record["weights"]]
     if head == "best":
         chosen = read_summary(run)["test"].get("best_heldout_chosen")
         if chosen is None:
             raise UserError(
                 f"{run} held no images out to choose its best block on: use --head mean, or name a block among {exits}"
             )
-        return logits[chosen["exit"]]
-    if head.isdecimal() and int(head) in exits:
-        return logits[exits.index(int(head))]
-    raise UserError(f"--head {head!r} is unknown: choose mean, fused, best, last or a block among {exits}")
+        place = chosen["exit"]
+    elif head == "last":
+        place = len(exits) - 1
+    elif head.isdecimal() and int(head) in exits:
+        place = exits.index(int(head))
+    else:
+        raise UserError(f"--head {head!r} is unknown: choose mean, fused, best, last or a block among {exits}")
+    return [float(index == place) for index in range(len(exits))]
+
+
+def deciding_exits(logits: Float[Tensor, "e b k"], weights: Float[Tensor, " e"]) -> Int[Tensor, " b"]:
+    """The exit that gave the winning class the largest part of its lead over the second."""
+    if logits.shape[2] < 2:
+        return weights.argmax().expand(logits.shape[1])
+    parts = weights[:, None, None] * logits
+    first, second = parts.sum(dim=0).topk(2, dim=1).indices.unbind(dim=1)
+    images = torch.arange(len(first), device=first.device)
+    return (parts[:, images, first] - parts[:, images, second]).argmax(dim=0)
 
 
 def load_run(run: Path, device: str) -> tuple[LocalNetwork, Config]:
@@ -81,22 +98,99 @@ def load_run(run: Path, device: str) -> tuple[LocalNetwork, Config]:
     return net.eval(), config
 
 
+def find_images(names: list[str]) -> list[str]:
+    """Files as they are named; of a folder all its images, at any depth, in the order of their paths."""
+    found: list[str] = []
+    for name in names:
+        path = Path(name)
+        if not path.exists():
+            raise UserError(f"{name} does not exist: give image files or a folder of them")
+        inside = sorted(str(p) for p in path.rglob("*") if p.suffix.lower() in SUFFIXES) if path.is_dir() else [name]
+        if not inside:
+            raise UserError(f"{name} holds no image: give a folder with {', '.join(SUFFIXES)} files")
+        found += inside
+    return found
+
+
+def read_calibration(run: Path, exits: list[int]) -> list[float]:
+    """The temperatures of the running mean, from the run's early_exit.json."""
+    path = run / "early_exit.json"
+    repair = f"calibrate the run with `bicovg eval {run} --early-exit`"
+    if not path.exists():
+        raise UserError(f"{run} has no early_exit.json: {repair}")
+    try:
+        temperatures = [float(t) for t in read_json(path, repair)["rules"]["mean"]["temperatures"]]
+    except (KeyError, TypeError, ValueError):
+        temperatures = []
+    if len(temperatures) != len(exits) or not all(0 < t < float("inf") for t in temperatures):
+        raise UserError(f"{path} does not fit the run: {repair}")
+    return temperatures
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One image's most probable classes, best first, and the block that decided (early exit: that it left by)."""
+
+    image: str
+    classes: list[tuple[str, float]]
+    block: int
+
+
 @torch.no_grad()
 def predict_files(
-    run: Path, names: list[str], head: str = "mean", top: int = 5, device: str = "auto"
-) -> Iterator[tuple[str, list[tuple[str, float]]]]:
-    """For each file its most probable classes, best first."""
-    net, config = load_run(run, device)
+    run: Path,
+    names: list[str],
+    head: str = "mean",
+    top: int = 5,
+    device: str = "auto",
+    early_exit: float | None = None,
+) -> Iterator[Prediction]:
+    """Classify files and folders of images; with ``early_exit``, no further than this confidence needs."""
     if top < 1:
         raise UserError(f"--top {top} must be at least 1")
+    if early_exit is not None and not 0 <= early_exit <= 1:
+        raise UserError(f"--early-exit {early_exit:g} must be a confidence between 0 and 1, for example 0.9")
+    files = find_images(names)
+    net, config = load_run(run, device)
     classes, means, stds = read_data(run, config)
     where = next(net.parameters()).device
     mean, std = torch.tensor(means), torch.tensor(stds)
-    for start in range(0, len(names), BATCH):
-        part = names[start : start + BATCH]
+    weights = torch.tensor(head_weights(head, run, net.exits), device=where)
+    temperatures = [] if early_exit is None else read_calibration(run, net.exits)
+    for start in range(0, len(files), BATCH):
+        part = files[start : start + BATCH]
         images = torch.stack([read_image(Path(name), config) for name in part])
-        logits = net(normalise(images, mean, std).to(where)).float()
-        probabilities = combine(logits, head, run, net.exits).softmax(dim=1)
+        x = normalise(images, mean, std).to(where)
+        if early_exit is not None:
+            probabilities, exits = predict_early(net, x, temperatures, early_exit)
+        else:
+            logits = net(x).float()
+            probabilities = torch.einsum("e,ebk->bk", weights, logits).softmax(dim=1)
+            exits = deciding_exits(logits, weights)
         values, indices = probabilities.topk(min(top, len(classes)), dim=1)
-        for name, row, ids in zip(part, values.tolist(), indices.tolist(), strict=True):
-            yield name, [(classes[i], p) for i, p in zip(ids, row, strict=True)]
+        for name, row, ids, exit_ in zip(part, values.tolist(), indices.tolist(), exits.tolist(), strict=True):
+            yield Prediction(name, [(classes[i], p) for i, p in zip(ids, row, strict=True)], net.exits[exit_])
+
+
+def format_json(predictions: Iterable[Prediction]) -> str:
+    """A list of objects, one an image."""
+    rows = [
+        {
+            "image": p.image,
+            "block": p.block,
+            "classes": [{"class": label, "probability": probability} for label, probability in p.classes],
+        }
+        for p in predictions
+    ]
+    return json.dumps(rows, indent=2)
+
+
+def format_csv(predictions: Iterable[Prediction]) -> str:
+    """One line an image and rank."""
+    out = StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["image", "block", "rank", "class", "probability"])
+    for p in predictions:
+        for rank, (label, probability) in enumerate(p.classes, 1):
+            writer.writerow([p.image, p.block, rank, label, f"{probability:.6f}"])
+    return out.getvalue().rstrip("\n")

@@ -17,6 +17,10 @@ def add_parsers(commands: Any) -> None:
     report.add_argument("--tensorboard", metavar="DIR", help="write event files for TensorBoard, and no page")
     report.add_argument("--data-root", help="folder of packed data sets")
     report.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    watch = _add(commands, "watch", "show a run while it goes on, in the browser and on the terminal")
+    watch.add_argument("run", metavar="RUN")
+    watch.add_argument("--port", type=int, help="port on 127.0.0.1 (default 8765, or any free one)")
+    watch.add_argument("--tensorboard", metavar="DIR", help="write event files for TensorBoard as well")
 
 
 def _add(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
@@ -41,6 +45,8 @@ def report(args: argparse.Namespace) -> int:
             )
         if run.analysis is None and not args.no_images:
             analyse_run(run.path, args)
+    if args.tensorboard:
+        return write_events(paths, Path(args.tensorboard))
     if args.figures:
         written = write_figures(read_runs(paths), Path(args.figures), args.format.split(","))
         print(f"written: {len(written)} files in {args.figures}")
@@ -48,6 +54,32 @@ def report(args: argparse.Namespace) -> int:
     default = paths[0] / "report.html" if len(paths) == 1 else Path("report.html")
     print(f"written: {write_page(paths, Path(args.out) if args.out else default)}")
     return 0
+
+
+def write_events(paths: list[Path], folder: Path) -> int:
+    """Event files of every run, each in a folder of its own."""
+    from bicovg.report.collect import read_runs
+    from bicovg.report.pictures import slug
+    from bicovg.tensorboard import EventWriter
+
+    runs = read_runs(paths)
+    for run in runs:
+        events = EventWriter(folder / slug(run.label) if len(runs) > 1 else folder)
+        events.record(run)
+        events.close()
+    print(f"written: {folder} (look with `tensorboard --logdir {folder}`)")
+    return 0
+
+
+def watch(args: argparse.Namespace) -> int:
+    from bicovg.watch import watch as serve
+
+    events = None
+    if args.tensorboard:
+        from bicovg.tensorboard import EventWriter
+
+        events = EventWriter(Path(args.tensorboard))
+    return serve(Path(args.run), args.port, events)
 
 
 def analyse_run(path: Path, args: argparse.Namespace) -> None:

@@ -1,0 +1,245 @@
+"""Early exit: stop at the first block that is confident enough. Per-block readouts give this for nothing.
+
+At exit l the prediction is made from the exits so far: their uniform mean (rule ``mean``; at the last exit this is the
+plain mean of all), or exit l alone (rule ``own``). Its confidence is the largest of ``softmax(z / T_l)``; the
+temperatures T_l are fitted, one per exit, on images that were held out of training. Where none were, freshly augmented
+training images must do, and it is said; T_l is then at least 1, because what a network remembers is no reason to make
+it surer of itself. Compute is counted in multiply-adds of convolutions and matrix products.
+
+Legend: E exits, N images, K classes.
+"""
+
+import copy
+import math
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from bicovg.blocks import Block, Unit
+from bicovg.errors import UserError
+from bicovg.evaluation import both_accuracies
+from bicovg.networks import LocalNetwork
+
+RULES = ("mean", "own")
+SPEEDUPS = (1.25, 1.5, 2.0, 3.0)
+MOST_IMAGES = 10_000  # to fit temperatures on
+BINS = 15  # of the calibration error
+THRESHOLDS = 120  # of a curve, at most
+
+
+def walk_exits(
+    net: LocalNetwork, images: Float[Tensor, "b c h w"]
+) -> Generator[Float[Tensor, "b k"], Bool[Tensor, " b"] | None, None]:
+    """The logits of one exit after the other, each computed only when it is asked for.
+
+    Send a mask to go on with those samples alone.
+    """
+    x, left = net.prepare(images), len(net.exits)
+    for unit in net.units:
+        if not isinstance(unit, Unit):
+            _, logits = unit(x, None, False)
+            assert left == len(logits) == 1, "only units of blocks can be left between two exits"
+            yield logits[0]
+            return
+        for block in unit.blocks:
+            assert isinstance(block, Block)
+            f = block.features(x)
+            if block.goodness is not None:
+                left -= 1
+                keep = yield block.judge(f)
+                if left == 0:
+                    return
+                f = f if keep is None else f[keep]
+            x = block.emit(f, None)
+
+
+def count_exit_macs(net: LocalNetwork, image_shape: tuple[int, int, int]) -> list[int]:
+    """Multiply-adds of one image up to and with every exit."""
+    shadow = copy.deepcopy(net).to("meta").eval()
+    image = torch.empty(1, *image_shape, device="meta")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        return [counter.get_total_flops() // 2 for _ in walk_exits(shadow, image)]
+
+
+def combine_exits(logits: Float[Tensor, "e n k"], rule: str) -> Float[Tensor, "e n k"]:
+    """What every exit predicts from: itself, or the mean of the exits up to it."""
+    if rule == "own":
+        return logits
+    counts = torch.arange(1, len(logits) + 1, device=logits.device, dtype=logits.dtype)
+    return logits.cumsum(dim=0) / counts[:, None, None]
+
+
+def fit_temperature(logits: Float[Tensor, "n k"], labels: Int[Tensor, " n"], least: float = 0.02) -> float:
+    """The T between ``least`` and 50 that minimises the cross-entropy of ``logits / T``, by golden section."""
+    logits = logits.double()
+
+    def loss(log_t: float) -> float:
+        return float(F.cross_entropy(logits / math.exp(log_t), labels))
+
+    golden = (math.sqrt(5) - 1) / 2
+    low, high = math.log(least), math.log(50)
+    a, b = high - golden * (high - low), low + golden * (high - low)
+    at_a, at_b = loss(a), loss(b)
+    while high - low > 1e-4:
+        if at_a < at_b:
+            high, b, at_b = b, a, at_a
+            a = high - golden * (high - low)
+            at_a = loss(a)
+        else:
+            low, a, at_a = a, b, at_b
+            b = low + golden * (high - low)
+            at_b = loss(b)
+    return math.exp((low + high) / 2)
+
+
+def calibration_error(logits: Float[Tensor, "n k"], labels: Int[Tensor, " n"]) -> float:
+    """ECE in points: confidence against accuracy, in bins of equal width, weighted by their size."""
+    confidence, predicted = logits.softmax(dim=1).max(dim=1)
+    right = (predicted == labels).double()
+    bins = (confidence * BINS).long().clamp(max=BINS - 1)
+    gaps = torch.zeros(BINS, dtype=torch.float64, device=logits.device)
+    gaps.index_add_(0, bins, confidence.double() - right)
+    return 100 * float(gaps.abs().sum()) / len(labels)
+
+
+def first_confident(confidence: Float[Tensor, "e n"], threshold: float) -> Int[Tensor, " n"]:
+    """The first exit whose confidence reaches the threshold; the last one where none does."""
+    sure = confidence >= threshold
+    sure[-1] = True
+    return sure.int().argmax(dim=0)
+
+
+def measure_point(
+    combined: Float[Tensor, "e n k"],
+    confidence: Float[Tensor, "e n"],
+    labels: Int[Tensor, " n"],
+    macs: list[int],
+    threshold: float,
+) -> dict[str, Any]:
+    """Accuracy and compute at one threshold."""
+    exits = first_confident(confidence, threshold)
+    chosen = combined[exits, torch.arange(len(labels), device=labels.device)]
+    cost = torch.tensor(macs, dtype=torch.float64, device=labels.device)[exits].mean().item()
+    shares = torch.bincount(exits, minlength=len(macs)).double() / len(labels)
+    return {
+        "threshold": threshold,
+        **both_accuracies(chosen, labels),
+        "compute": cost / macs[-1],
+        "macs": cost,
+        "exits": [round(share, 4) for share in shares.tolist()],
+    }
+
+
+def spread_thresholds(confidence: Float[Tensor, "e n"]) -> list[float]:
+    """Thresholds that let about equal shares of the images leave early, from all to none."""
+    places = torch.linspace(0, 1, THRESHOLDS, dtype=torch.float64, device=confidence.device)
+    # by rank: torch.quantile refuses the many confidences of a large test set
+    values = confidence[:-1].flatten().sort().values
+    found = values[(places * (len(values) - 1)).long()].tolist()
+    return [*sorted({0.0, *found}), 2.0]
+
+
+def trace_curve(
+    logits: Float[Tensor, "e n k"], labels: Int[Tensor, " n"], temperatures: list[float], rule: str, macs: list[int]
+) -> list[dict[str, Any]]:
+    """Accuracy against compute; the last point is the whole network."""
+    combined = combine_exits(logits.float(), rule)
+    scale = combined.new_tensor(temperatures)[:, None, None]
+    confidence = (combined / scale).softmax(dim=2).amax(dim=2)
+    return [measure_point(combined, confidence, labels, macs, t) for t in spread_thresholds(confidence)]
+
+
+def pick_points(curve: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each speed-up the most demanding threshold that reaches it: chosen by compute, so without a label."""
+    full = curve[-1]
+    found = []
+    for speedup in SPEEDUPS:
+        affordable = [point for point in curve if point["compute"] <= 1 / speedup]
+        if affordable:
+            point = max(affordable, key=lambda point: point["threshold"])
+            found.append({"speedup": speedup, **point, "points_lost": full["top1"] - point["top1"]})
+    return found
+
+
+def measure_early_exit(
+    fit: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], macs: list[int], least: float
+) -> dict[str, dict[str, Any]]:
+    """Per rule: temperatures fitted on one split's (logits, labels), calibration error and curve on another's.
+
+    Args:
+        least: bound of the temperatures from below.
+    """
+    stride = max(1, math.ceil(len(fit[1]) / MOST_IMAGES))
+    fit_logits, fit_labels = fit[0][:, ::stride].float(), fit[1][::stride]
+    rules = {}
+    for rule in RULES:
+        known, unseen = combine_exits(fit_logits, rule), combine_exits(test[0].float(), rule)
+        temperatures = [fit_temperature(exit_, fit_labels, least) for exit_ in known]
+        scaled = [exit_ / t for exit_, t in zip(unseen, temperatures, strict=True)]
+        curve = trace_curve(*test, temperatures, rule, macs)
+        rules[rule] = {
+            "temperatures": temperatures,
+            "ece_before": [calibration_error(exit_, test[1]) for exit_ in unseen],
+            "ece_after": [calibration_error(exit_, test[1]) for exit_ in scaled],
+            "full": {name: curve[-1][name] for name in ("top1", "top5")},
+            "points": pick_points(curve),
+            "curve": curve,
+        }
+    return rules
+
+
+def describe_early_exit(trainer: Any) -> dict[str, Any]:
+    """``early_exit.json`` of a trained run."""
+    net, data = trainer.net, trainer.config.data
+    if len(net.exits) < 2:
+        raise UserError(f"{trainer.run} has a single exit: there is nothing to leave early by")
+    calibrated_on = "heldout" if "heldout" in trainer.loaders else "augmented"
+    unseen = trainer.config.train.epochs  # an epoch whose augmentation no step has used
+    fit, test = trainer.logits(calibrated_on, unseen), trainer.logits("test")
+    macs = count_exit_macs(net, (data.image_channels, data.image_size, data.image_size))
+    return {
+        "calibrated_on": {"heldout": "held-out", "augmented": "augmented training"}[calibrated_on],
+        "calibration_images": min(len(fit[1]), MOST_IMAGES),
+        "measured_on": "test",
+        "images": len(test[1]),
+        "exit_blocks": net.exits,
+        "macs": macs,
+        "rules": measure_early_exit(fit, test, macs, least=0.02 if calibrated_on == "heldout" else 1.0),
+    }
+
+
+@torch.no_grad()
+def predict_early(
+    net: LocalNetwork,
+    images: Float[Tensor, "b c h w"],
+    temperatures: list[float],
+    threshold: float,
+    rule: str = "mean",
+) -> tuple[Float[Tensor, "b k"], Int[Tensor, " b"]]:
+    """Probabilities, and the exit each sample left by; samples that have left are computed no further."""
+    if len(temperatures) != len(net.exits):
+        raise UserError(f"{len(temperatures)} temperatures for {len(net.exits)} exits: calibrate this run anew")
+    waiting = torch.arange(len(images), device=images.device)
+    left_by = torch.zeros(len(images), dtype=torch.int64, device=images.device)
+    found: Tensor | None = None
+    total: Tensor | float = 0.0
+    walk = walk_exits(net, images)
+    logits = next(walk)
+    for index, temperature in enumerate(temperatures):
+        z = logits.float()
+        total = total + z
+        probabilities = ((total / (index + 1) if rule == "mean" else z) / temperature).softmax(dim=1)
+        found = torch.zeros(len(images), z.shape[1], device=z.device) if found is None else found
+        sure = (probabilities.amax(dim=1) >= threshold) | (index + 1 == len(temperatures))
+        found[waiting[sure]], left_by[waiting[sure]] = probabilities[sure], index
+        waiting, total = waiting[~sure], total[~sure]
+        if len(waiting) == 0:
+            break
+        logits = walk.send(~sure)
+    assert found is not None
+    return found, left_by

@@ -37,7 +37,7 @@ def _group_shards(folder: Path) -> dict[str, list[Path]]:
         groups.setdefault(match["split"], []).append(path)
         shards = groups[match["split"]]
         if match["part"] is not None and int(match["part"]) != len(shards) - 1:
-            raise UserError(f"the shard before {path.name} is missing in {folder}: fetch all {int(match['parts'])} shards")
+            raise UserError(f"the shard before {path.name} is missing in {folder}: fetch all of them")
     for shards in groups.values():
         match = _SHARD.fullmatch(shards[-1].name)
         if match is not None and match["parts"] is not None and int(match["parts"]) != len(shards):

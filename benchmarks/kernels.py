@@ -11,7 +11,6 @@ bytes: forward reads f; backward reads f and writes df; tail reads f and writes 
 import argparse
 import json
 import math
-import subprocess
 import sys
 import time
 import traceback
@@ -30,6 +29,7 @@ from bicovg.goodness import bicovg
 from bicovg.kernels.goodness import fused_bicovg
 from bicovg.kernels.tail import fused_tail
 from bicovg.layers import keyed_dropout, rms_norm, rms_pool
+from bicovg.runlog import find_commit
 
 LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 COMPILED = (0, 9, 13)  # blocks also timed against torch.compile, which takes long to compile
@@ -245,10 +245,9 @@ def print_tables(report: dict[str, Any]) -> None:
 
 def describe() -> dict[str, Any]:
     """What the numbers were measured on, and how."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit or None,
+        "commit": find_commit(),
         "command": " ".join(sys.argv),
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,

@@ -1,41 +1,43 @@
 """Augmentation per sample on the batch: uint8 (B, H, W, C) in, normalised float32 (B, C, H, W) out.
 
-Every random choice is a column of ``draws``, a function of the sample's key alone, so a sample looks the same
-in whatever batch, process or prefetch slot it comes. All functions are branch-free tensor arithmetic without
-host synchronisation: they run on any device, compiled with ``fullgraph=True``, and in a captured CUDA graph.
+Every random choice of a sample is one row of ``draw_parameters``, a function of the sample's key alone, so a sample
+looks the same in whatever batch, process or prefetch slot it comes. All functions are branch-free tensor arithmetic
+without host synchronisation: they run on any device, compiled with ``fullgraph=True``, and in a captured CUDA graph.
 Semantics follow torchvision's transforms; docs/augmentation.md lists the differences.
 
-Legend: B batch, H W image, C channels, S output size. Outputs are channels_last in memory.
+Legend: B batch, H W image, C channels, S output size, P parameters. Colours are worked on plane by plane, where
+reading a pixel's three values is cheap; outputs are channels_last in memory.
 """
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
+from bicovg.data import crops
+from bicovg.data.crops import Bytes, Mask, Pairs, Square
 from bicovg.draws import draw_uniforms
 from bicovg.errors import UserError
 
-# Columns of ``draws``. A sample's column does not change when other operations are switched on or off.
+# Columns of ``draw_parameters``. A sample's column does not change when other operations are switched on or off.
 TOP, LEFT, FLIP = 0, 1, 2
 STRENGTH = 3  # four: brightness, contrast, saturation, hue
 RANK = 7  # four: a sample applies its colour operations in ascending order of these
 GRAYSCALE = 11
-ATTEMPTS = 12  # resized crop only: ten areas, then ten aspect ratios
+AREA, RATIO, END = 12, 22, 32  # resized crop only: ten areas, then ten aspect ratios
 
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
-CROP_TRIES, CROP_AREA, CROP_RATIO = 10, (0.08, 1.0), (3 / 4, 4 / 3)
+CROP_TRIES, CROP_AREA = 10, (0.08, 1.0)
+GRAY = (0.2989, 0.587, 0.114)
+RANK_STEP = 2.0**-26  # below the draws' resolution: it only settles which of two equal ranks comes first
 
-Bytes = UInt8[Tensor, "b h w c"]
 Images = Float[Tensor, "b c h w"]
-Square = Float[Tensor, "b c s s"]
-Draws = Float[Tensor, "b n"]
-Pairs = Int[Tensor, "b 2"]
-Factor = Float[Tensor, " b"]
-Whole = Int[Tensor, " b"]
-Mask = Bool[Tensor, " b"]
+Parameters = Float64[Tensor, "b p"]
+Keys = Int[Tensor, " b"]
+Gray = Float[Tensor, "c 1 1"]
 Stat = Float[Tensor, " c"]
 
 
@@ -81,140 +83,57 @@ class Augmentation:
     def output_size(self) -> int:
         return self.resized_crop or self.centre_crop
 
-
-def draw_augmentation(keys: Int[Tensor, " b"], augmentation: Augmentation) -> Draws:
-    """All uniforms a sample needs, one row per key; the columns are named at the top of this module."""
-    return draw_uniforms(keys, ATTEMPTS + 2 * CROP_TRIES if augmentation.resized_crop else ATTEMPTS)
-
-
-def pick(uniforms: Factor, count: int | Whole) -> Whole:
-    """An integer in [0, count) per sample, each equally likely."""
-    return (uniforms.double() * count).long()
+    @property
+    def random(self) -> bool:
+        return bool(self.crop_pad or self.flip or self.resized_crop or max(*self.strengths, self.grayscale))
 
 
-def crop_padded(images: Bytes, top: Whole, left: Whole, pad: int, flip: Mask | None = None) -> Bytes:
-    """Pad with zeros, crop back to H x W at (top, left) of the padded image, mirror: one gather."""
-    B, H, W, C = images.shape
-    rows = torch.arange(H, device=images.device) + (top - pad)[:, None]
-    columns = torch.arange(W, device=images.device)
-    if flip is not None:
-        columns = torch.where(flip[:, None], W - 1 - columns, columns)
-    columns = columns + (left - pad)[:, None]
-    pixels = (rows.clamp(0, H - 1) * W)[:, :, None] + columns.clamp(0, W - 1)[:, None, :]
-    pixels = pixels + torch.arange(B, device=images.device)[:, None, None] * (H * W)
-    picked = images.reshape(B * H * W, C).index_select(0, pixels.flatten()).view(B, H, W, C)
-    inside = ((rows >= 0) & (rows < H))[:, :, None] & ((columns >= 0) & (columns < W))[:, None, :]
-    return picked * inside.unsqueeze(-1) if pad else picked
+class Constants(NamedTuple):
+    """Tensors that ``augment`` needs beside the images. Made once: a captured graph cannot make them from lists."""
+
+    low: Float64[Tensor, " p"]
+    span: Float64[Tensor, " p"]
+    gray: Gray
+    mean: Stat
+    std: Stat
 
 
-def flip_horizontal(images: Bytes, flip: Mask) -> Bytes:
-    """Mirror the samples where ``flip`` is set."""
-    still = torch.zeros_like(flip, dtype=torch.int64)
-    return crop_padded(images, still, still, 0, flip)
+def make_constants(augmentation: Augmentation, mean: Stat, std: Stat) -> Constants:
+    """Ranges of the parameters and the statistics, on the device of ``mean``.
+
+    A colour operation that is off ranks after all that are on, so that the first few places hold only the latter.
+    """
+    strengths = augmentation.strengths
+    lows = [max(0.0, 1 - v) for v in strengths[:HUE]]
+    columns = 2 * [(0.0, 2.0 * augmentation.crop_pad + 1)] + [(0.0, 1.0)]
+    columns += [(low, 1 + v - low) for low, v in zip(lows, strengths, strict=False)]
+    columns += [(-augmentation.hue, 2 * augmentation.hue)]
+    columns += [(RANK_STEP * op + (v == 0), 1.0) for op, v in enumerate(strengths)] + [(0.0, 1.0)]
+    if augmentation.resized_crop:
+        shortest, longest = (math.log(ratio) for ratio in crops.RATIO)
+        columns += CROP_TRIES * [(CROP_AREA[0], CROP_AREA[1] - CROP_AREA[0])]
+        columns += CROP_TRIES * [(shortest, longest - shortest)]
+    if not augmentation.random:
+        columns = []
+    low, span = torch.tensor(columns, dtype=torch.float64, device=mean.device).view(-1, 2).unbind(1)
+    gray = torch.tensor(GRAY if len(mean) == 3 else (1.0,), device=mean.device)
+    return Constants(low, span, gray[:, None, None], mean, std)
 
 
-def draw_boxes(draws: Draws, sizes: Pairs) -> Int[Tensor, "b 4"]:
-    """Random resized crop's (top, left, height, width): the first of ten tries that fits, else a centre crop.
+def draw_parameters(keys: Keys, constants: Constants) -> Parameters:
+    """All a sample's random choices, each uniform in its range; the columns are named at the top of this module.
 
     In float64, so that rounding to whole pixels does not depend on the device.
     """
-    H, W = sizes[:, 0].double(), sizes[:, 1].double()
-    tries = draws[:, ATTEMPTS : ATTEMPTS + 2 * CROP_TRIES].double()
-    area = (H * W)[:, None] * (CROP_AREA[0] + (CROP_AREA[1] - CROP_AREA[0]) * tries[:, :CROP_TRIES])
-    low, high = math.log(CROP_RATIO[0]), math.log(CROP_RATIO[1])
-    ratio = (low + (high - low) * tries[:, CROP_TRIES:]).exp()
-    widths, heights = (area * ratio).sqrt().round(), (area / ratio).sqrt().round()
-    fits = (widths > 0) & (widths <= W[:, None]) & (heights > 0) & (heights <= H[:, None])
-    found, chosen = fits.any(dim=1), fits.byte().argmax(dim=1, keepdim=True)  # argmax: the first maximum
-    # no try fitted: the whole image, its longer side cut to the nearest allowed ratio
-    whole_h = torch.minimum(H, (W / CROP_RATIO[0]).round())
-    whole_w = torch.minimum(W, (H * CROP_RATIO[1]).round())
-    height = torch.where(found, heights.gather(1, chosen)[:, 0], whole_h).long()
-    width = torch.where(found, widths.gather(1, chosen)[:, 0], whole_w).long()
-    room_h, room_w = sizes[:, 0] - height, sizes[:, 1] - width
-    top = torch.where(found, pick(draws[:, TOP], room_h + 1), room_h // 2)
-    left = torch.where(found, pick(draws[:, LEFT], room_w + 1), room_w // 2)
-    return torch.stack([top, left, height, width], dim=1)
+    return draw_uniforms(keys, len(constants.low)) * constants.span + constants.low
 
 
-def resample_weights(
-    start: Whole, extent: Whole, resized: Whole, offset: Whole, count: int, length: int
-) -> Float[Tensor, "b s n"]:
-    """Rows of the antialiased bilinear (triangle) filter, one axis.
-
-    Pixels [start, start + extent) of ``length`` become ``resized``, of which ``count`` from ``offset`` on are
-    wanted. Pixels outside weigh 0, as if the image had been cropped first.
-    """
-    scale = (extent / resized).float()[:, None]
-    wanted = torch.arange(count, device=start.device) + offset[:, None]
-    centre = start[:, None] + (wanted + 0.5) * scale  # (B, S)
-    pixel = torch.arange(length, device=start.device)
-    weight = 1 - (pixel + 0.5 - centre[:, :, None]).abs() / scale.clamp(min=1.0)[:, :, None]
-    inside = (pixel >= start[:, None]) & (pixel < (start + extent)[:, None])
-    weight = weight.clamp(min=0.0) * inside[:, None]
-    return weight / weight.sum(dim=2, keepdim=True)
-
-
-def resample(
-    images: Bytes, start: Pairs, extent: Pairs, resized: Pairs, offset: Pairs, size: int, flip: Mask | None
-) -> Square:
-    """One filter per axis and sample: two batched matrix products, never below float32; values in [0, 1]."""
-    B, H, W, C = images.shape
-    rows, columns = (
-        resample_weights(start[:, axis], extent[:, axis], resized[:, axis], offset[:, axis], size, length)
-        for axis, length in enumerate((H, W))
-    )
-    if flip is not None:
-        columns = torch.where(flip[:, None, None], columns.flip(1), columns)
-    planes = images.permute(0, 3, 1, 2) / 255
-    with torch.autocast(images.device.type, enabled=False):
-        narrow = planes.reshape(B, C * H, W) @ columns.mT
-        x = rows[:, None] @ narrow.view(B, C, H, size)
-    return x.clamp(0.0, 1.0).contiguous(memory_format=torch.channels_last)
-
-
-def crop_resized(images: Bytes, boxes: Int[Tensor, "b 4"], size: int, flip: Mask | None = None) -> Square:
-    """Cut out (top, left, height, width), resize it to size x size with antialiasing, mirror."""
-    resized = torch.full_like(boxes[:, 2:], size)
-    return resample(images, boxes[:, :2], boxes[:, 2:], resized, torch.zeros_like(resized), size, flip)
-
-
-def resize_centre(images: Bytes, short_side: int, size: int, sizes: Pairs, flip: Mask | None) -> Square:
-    """The usual test transform: short side to ``short_side``, antialiased, then the centre size x size."""
-    resized = short_side * sizes // sizes.amin(dim=1, keepdim=True)
-    offset = ((resized - size).double() / 2).round().long()
-    return resample(images, torch.zeros_like(sizes), sizes, resized, offset, size, flip)
-
-
-def luminance(x: Images) -> Float[Tensor, "b 1 h w"]:
+def luminance(x: Images, gray: Gray) -> Float[Tensor, "b 1 h w"]:
     """Gray value of each pixel; a one-channel image is its own."""
-    if x.shape[1] == 1:
-        return x
-    return 0.2989 * x[:, 0:1] + 0.587 * x[:, 1:2] + 0.114 * x[:, 2:3]
+    return (x * gray).sum(dim=1, keepdim=True)
 
 
-def blend(x: Images, other: Tensor | float, factor: Factor) -> Images:
-    """``factor x + (1 - factor) other``, clamped to [0, 1]."""
-    share = factor[:, None, None, None]
-    return (share * x + (1 - share) * other).clamp(0.0, 1.0)
-
-
-def adjust_brightness(x: Images, factor: Factor) -> Images:
-    """Blend with black."""
-    return blend(x, 0.0, factor)
-
-
-def adjust_contrast(x: Images, factor: Factor) -> Images:
-    """Blend with the mean gray value of the sample."""
-    return blend(x, luminance(x).mean(dim=(1, 2, 3), keepdim=True), factor)
-
-
-def adjust_saturation(x: Images, factor: Factor) -> Images:
-    """Blend with the sample's gray version."""
-    return blend(x, luminance(x), factor)
-
-
-def adjust_hue(x: Images, shift: Factor) -> Images:
+def turn_hue(x: Images, shift: Float[Tensor, " b"]) -> Images:
     """Turn the colour circle by ``shift`` turns, keeping value and chroma; gray images stay as they are.
 
     In sextants h of the circle, channel n = 5, 3, 1 (red, green, blue) is
@@ -229,38 +148,32 @@ def adjust_hue(x: Images, shift: Factor) -> Images:
     sextant = torch.where(value == green, 2 + (blue - red) / safe, 4 + (red - green) / safe)
     sextant = torch.where(value == red, (green - blue) / safe, sextant) + 6 * shift[:, None, None]
     turns = [torch.remainder(n + sextant, 6.0) for n in (5, 3, 1)]
-    channels = [value - chroma * torch.minimum(k, 4 - k).clamp(0.0, 1.0) for k in turns]
-    return torch.stack(channels, dim=-1).permute(0, 3, 1, 2)  # stays channels_last
+    return torch.stack([value - chroma * torch.minimum(k, 4 - k).clamp(0.0, 1.0) for k in turns], dim=1)
 
 
-def to_grayscale(x: Images, chosen: Mask) -> Images:
-    """Replace all channels by the gray value in the samples where ``chosen`` is set."""
-    return torch.where(chosen[:, None, None, None], luminance(x), x)
+def jitter_colour(x: Images, parameters: Parameters, strengths: tuple[float, ...], gray: Gray) -> Images:
+    """Brightness, contrast, saturation and hue, in an order of each sample's own; ``x`` is overwritten.
 
-
-def jitter_colour(x: Images, draws: Draws, strengths: tuple[float, ...]) -> Images:
-    """Brightness, contrast, saturation and hue, in an order of each sample's own.
-
-    The first three are one blend with black, mean gray or gray, so at each position a single blend with a
-    target chosen per sample serves all; only hue is computed at every position and kept where it belongs.
+    The first three are one blend ``factor x + (1 - factor) other`` with black, the sample's mean gray or each
+    pixel's gray, so in each place a single blend with factor and other chosen per sample serves all. Only hue is
+    computed in every place and kept where it belongs, the blend's factor being 1 there.
     """
-    active = [op for op in range(4) if strengths[op] > 0]
-    order = torch.stack([draws[:, RANK + op] for op in active], dim=1).argsort(dim=1, stable=True)
-    for position in range(len(active)):
-        gray = luminance(x)
-        factor, target, turned = torch.ones_like(draws[:, 0]), torch.zeros_like(gray), x
-        for column, op in enumerate(active):
-            here = order[:, position] == column
-            if op == HUE:
-                shift = strengths[HUE] * (2 * draws[:, STRENGTH + HUE] - 1)
-                turned = torch.where(here[:, None, None, None], adjust_hue(x, shift), x)
-                continue
-            low = max(0.0, 1 - strengths[op])
-            factor = torch.where(here, low + (1 + strengths[op] - low) * draws[:, STRENGTH + op], factor)
-            if op != BRIGHTNESS:
-                other = gray if op == SATURATION else gray.mean(dim=(1, 2, 3), keepdim=True)
-                target = torch.where(here[:, None, None, None], other, target)
-        x = blend(turned, target, factor)  # factor 1 where hue was turned
+    count = sum(strength > 0 for strength in strengths)
+    drawn, ranks = parameters.mT[STRENGTH:RANK], parameters.mT[RANK:GRAYSCALE]  # (4, B)
+    places = (ranks[:, None] > ranks).sum(dim=1)  # how many operations come before each
+    here = places[:, None] == torch.arange(count, device=x.device)[:, None]  # (4, count, B)
+    factor = (drawn[:, None] * here).sum(dim=0).float()
+    if strengths[HUE]:
+        factor = factor.masked_fill(here[HUE], 1.0)
+    rest = (1 - factor).masked_fill(here[BRIGHTNESS], 0.0)
+    factor, rest, here = (each[..., None, None, None] for each in (factor, rest, here))
+    for place in range(count):
+        if strengths[HUE]:
+            x = torch.where(here[HUE, place], turn_hue(x, drawn[HUE].float()), x)
+        pixel_gray = luminance(x, gray)
+        mean_gray = pixel_gray.mean(dim=(2, 3), keepdim=True)
+        other = torch.where(here[CONTRAST, place], mean_gray, pixel_gray)
+        x = x.mul_(factor[place]).add_(other.mul_(rest[place])).clamp_(0.0, 1.0)
     return x
 
 
@@ -269,31 +182,43 @@ def normalise(x: Images, mean: Stat, std: Stat) -> Images:
     return (x - mean[:, None, None]) / std[:, None, None]
 
 
+def cut_square(
+    images: Bytes, parameters: Parameters, augmentation: Augmentation, flip: Mask | None, sizes: Pairs | None
+) -> Square:
+    """The crops that give the output a size of its own."""
+    a, (B, H, W, _) = augmentation, images.shape
+    if sizes is None:
+        sizes = torch.stack([torch.full((B,), n, device=images.device) for n in (H, W)], dim=1)
+    if not a.resized_crop:
+        return crops.resize_centre(images, a.short_side, a.centre_crop, sizes, flip)
+    place, areas, ratios = parameters[:, TOP:FLIP], parameters[:, AREA:RATIO], parameters[:, RATIO:]
+    return crops.crop_resized(images, crops.draw_boxes(place, areas, ratios, sizes), a.resized_crop, flip)
+
+
 def augment(
-    images: Bytes, draws: Draws, augmentation: Augmentation, mean: Stat, std: Stat, sizes: Pairs | None = None
+    images: Bytes, keys: Keys, augmentation: Augmentation, constants: Constants, sizes: Pairs | None = None
 ) -> Float[Tensor, "b c p q"]:
-    """Crop, flip, jitter, grayscale, normalise.
+    """Crop, flip, jitter, grayscale, normalise: each image as its key says.
 
     ``sizes`` are the true (H, W) of images that stand in the top left corner of a common canvas; the output
     must then have a size of its own.
     """
-    a, (B, H, W, _) = augmentation, images.shape
+    a, flip = augmentation, None
     if sizes is not None and not a.output_size:
         raise UserError(f"images of several sizes need one output size: {a} has no resized_crop or centre_crop")
-    if sizes is None:
-        sizes = torch.stack([torch.full((B,), n, device=images.device) for n in (H, W)], dim=1)
-    flip = draws[:, FLIP] < 0.5 if a.flip else None
-    if a.resized_crop:
-        x = crop_resized(images, draw_boxes(draws, sizes), a.resized_crop, flip)
-    elif a.centre_crop:
-        x = resize_centre(images, a.short_side, a.centre_crop, sizes, flip)
+    parameters = draw_parameters(keys, constants)
+    if a.flip:
+        flip = parameters[:, FLIP] < 0.5
+    if a.output_size:
+        x = cut_square(images, parameters, a, flip, sizes)
+    elif a.crop_pad or a.flip:
+        top, left = parameters[:, TOP:FLIP].int().unbind(1)
+        x = crops.to_planes(crops.crop_padded(images, top, left, a.crop_pad, flip))
     else:
-        if a.crop_pad or flip is not None:
-            top, left = (pick(draws[:, column], 2 * a.crop_pad + 1) for column in (TOP, LEFT))
-            images = crop_padded(images, top, left, a.crop_pad, flip)
         x = images.permute(0, 3, 1, 2) / 255
     if max(a.strengths) > 0:
-        x = jitter_colour(x, draws, a.strengths)
+        x = jitter_colour(x, parameters, a.strengths, constants.gray)
     if a.grayscale:
-        x = to_grayscale(x, draws[:, GRAYSCALE] < a.grayscale)
-    return normalise(x, mean, std)
+        chosen = parameters[:, GRAYSCALE, None, None, None] < a.grayscale
+        x = torch.where(chosen, luminance(x, constants.gray), x)
+    return normalise(x, constants.mean, constants.std).contiguous(memory_format=torch.channels_last)

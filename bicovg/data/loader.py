@@ -16,11 +16,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bicovg.data.augment import Augmentation, Bytes, Pairs, Stat, Whole, augment, draw_augmentation
+from bicovg.data.augment import Augmentation, augment, make_constants
+from bicovg.data.crops import Bytes, Whole
 from bicovg.draws import AUGMENT, ORDER, draw_permutation, make_keys
 from bicovg.errors import UserError
 
@@ -131,13 +132,6 @@ def sample_keys(seed: int, epoch: int | Int[Tensor, ""], indices: Whole) -> Whol
     return make_keys(seed, AUGMENT, epoch, indices)
 
 
-def make_batch(
-    images: Bytes, keys: Whole, augmentation: Augmentation, mean: Stat, std: Stat, sizes: Pairs | None = None
-) -> Float[Tensor, "b c p q"]:
-    """uint8 images and keys to network input: pure, no host synchronisation, fit for compile and capture."""
-    return augment(images, draw_augmentation(keys, augmentation), augmentation, mean, std, sizes)
-
-
 class Loader:
     """Batches of a source, augmented (None: only normalised), on ``device``.
 
@@ -148,7 +142,8 @@ class Loader:
     Attributes:
         resident_images: the whole data set on the device, or None; ``resident`` takes another loader's.
         resident_labels: all labels, on the device.
-        wait_seconds: time spent waiting for images; near the run's own time, the loader holds it up.
+        wait_seconds: time the consumer stood still for images: reading and copying that prefetch did not hide, on a
+            CPU also augmentation. Near the run's own time, the loader holds it up.
     """
 
     def __init__(
@@ -175,6 +170,7 @@ class Loader:
         self.mean = torch.as_tensor(mean, dtype=torch.float32, device=self.device)
         self.std = torch.as_tensor(std, dtype=torch.float32, device=self.device)
         self._check()
+        self.constants = make_constants(self.augmentation, self.mean, self.std)
         self.resident_labels = source.labels.to(self.device)
         self.sizes = None if source.sizes is None else torch.from_numpy(source.sizes).to(self.device)
         self.resident_images = resident if isinstance(resident, Tensor) else self._make_resident(resident)
@@ -234,14 +230,14 @@ class Loader:
         n = len(self.source)
         return draw_permutation(n, self.seed, ORDER, epoch) if self.shuffle else torch.arange(n)
 
-    def assemble(self, indices: Whole, epoch: Int[Tensor, ""], images: Bytes | None = None) -> Batch:
+    def assemble(self, indices: Whole, epoch: int | Int[Tensor, ""], images: Bytes | None = None) -> Batch:
         """The batch at ``indices`` of the resident data, or of ``images``; fit for compile and capture."""
         if images is None:
             assert self.resident_images is not None, "no resident data set to take images from"
             images = self.resident_images.index_select(0, indices)
         sizes = None if self.sizes is None else self.sizes.index_select(0, indices)
         keys = sample_keys(self.seed, epoch, indices)
-        x = make_batch(images, keys, self.augmentation, self.mean, self.std, sizes)
+        x = augment(images, keys, self.augmentation, self.constants, sizes)
         return Batch(indices, x, self.resident_labels.index_select(0, indices))
 
     def batches(self, epoch: int, start_step: int = 0) -> Generator[Batch, None, None]:
@@ -249,19 +245,20 @@ class Loader:
         if not 0 <= start_step <= len(self):
             raise UserError(f"step {start_step} is not in an epoch of {len(self)} steps: resume the same run")
         order = self.order(epoch)
-        on_device, when = order.to(self.device), torch.full((), epoch, device=self.device)
+        on_device, host = order.to(self.device), self.device.type == "cpu"
         with closing(self._fetch_ahead(order.numpy(), start_step)) as fetched:
             for step in range(start_step, len(self)):
                 began = time.perf_counter()
-                images, arrived = next(fetched)
-                self.wait_seconds += time.perf_counter() - began
-                if arrived is not None:
-                    now = torch.cuda.current_stream(self.device)
-                    now.wait_event(arrived)
-                    images.record_stream(now)
-                yield self.assemble(on_device[slice(*self.share(step))], when, images)
+                images = next(fetched)
+                waited = time.perf_counter()
+                if self.copy_stream is not None:
+                    images.record_stream(torch.cuda.current_stream(self.device))
+                batch = self.assemble(on_device[slice(*self.share(step))], epoch, images)
+                # a GPU's launches may stand in the queue behind the network's own: no time of the loader's
+                self.wait_seconds += (time.perf_counter() if host else waited) - began
+                yield batch
 
-    def _fetch_ahead(self, order: Indices, start_step: int) -> Generator[tuple[Any, Any], None, None]:
+    def _fetch_ahead(self, order: Indices, start_step: int) -> Generator[Any, None, None]:
         """What ``_fetch`` returns for each step, by a thread that is up to ``prefetch`` steps ahead.
 
         An error in the thread is raised here; closing this generator waits for the one gather under way.
@@ -281,20 +278,23 @@ class Loader:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _fetch(self, order: Indices, step: int) -> tuple[Any, Any]:
-        """A step's uint8 images on the device and the event after which they are there, None where needless.
+    def _fetch(self, order: Indices, step: int) -> Tensor | None:
+        """A step's uint8 images, on the device when this returns; None where the data set lives there.
 
-        The pinned buffer is reused only after its copy: torch's allocator of pinned memory sees to that.
+        Waiting for the copy here, off the main thread, lets the consumer's waiting tell the whole truth and bounds
+        the pinned memory.
         """
         if self.resident_images is not None:
-            return None, None
+            return None
         indices = order[slice(*self.share(step))]
         # the canvas of the whole global batch, so that it does not depend on the number of ranks
         canvas = self.source.batch_shape(order[step * self.batch_size : (step + 1) * self.batch_size])[1:]
-        pinned = self.copy_stream is not None
-        host = torch.empty((len(indices), *canvas), dtype=torch.uint8, pin_memory=pinned)
-        self.source.gather(indices, host.numpy())
-        if not pinned:
-            return host, None
-        with torch.cuda.stream(self.copy_stream):
-            return host.to(self.device, non_blocking=True), self.copy_stream.record_event()
+        shape = (len(indices), *canvas)
+        if self.copy_stream is None:
+            return torch.from_numpy(self.source.gather(indices, np.empty(shape, np.uint8)))
+        with torch.cuda.stream(self.copy_stream):  # sets the thread's device, too
+            host = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+            self.source.gather(indices, host.numpy())
+            images = host.to(self.device, non_blocking=True)
+        self.copy_stream.synchronize()
+        return images

@@ -1,0 +1,113 @@
+"""Crops of a batch, one place per sample: padded, resized at random, resized for evaluation. See augment.py.
+
+Legend: B batch, H W image, C channels, S output size.
+"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Float64, Int, UInt8
+from torch import Tensor
+
+RATIO = (3 / 4, 4 / 3)  # allowed shapes of a resized crop, width / height
+
+Bytes = UInt8[Tensor, "b h w c"]
+Square = Float[Tensor, "b c s s"]
+Pairs = Int[Tensor, "b 2"]
+Whole = Int[Tensor, " b"]
+Mask = Bool[Tensor, " b"]
+
+
+def to_planes(images: Bytes) -> Float[Tensor, "b c h w"]:
+    """Values in [0, 1], one plane per channel in memory."""
+    return images.permute(0, 3, 1, 2).contiguous() / 255
+
+
+def line(count: int, flip: Mask | None, device: torch.device) -> Int[Tensor, "#b n"]:
+    """0, 1, ..., count - 1 per sample, backwards where ``flip`` is set."""
+    forward = torch.arange(count, dtype=torch.int32, device=device)[None]
+    return forward if flip is None else torch.where(flip[:, None], count - 1 - forward, forward)
+
+
+def crop_padded(images: Bytes, top: Whole, left: Whole, pad: int, flip: Mask | None = None) -> Bytes:
+    """Pad with zeros, crop back to H x W at (top, left) of the padded image, mirror: one gather."""
+    B, H, W, C = images.shape
+    padded = F.pad(images, (0, 0, pad, pad, pad, pad)) if pad else images
+    width, size = W + 2 * pad, (W + 2 * pad) * (H + 2 * pad)
+    assert B * size < 1 << 31, "the places of a batch's pixels are 32-bit integers"
+    corners = torch.arange(0, B * size, size, dtype=torch.int32, device=images.device) + (top * width + left)
+    rows = torch.arange(0, H * width, width, dtype=torch.int32, device=images.device)
+    pixels = (corners[:, None] + rows)[:, :, None] + line(W, flip, images.device)[:, None]  # (B, H, W)
+    return padded.reshape(-1, C).index_select(0, pixels.flatten()).view(B, H, W, C)
+
+
+def draw_boxes(
+    place: Float64[Tensor, "b 2"], areas: Float64[Tensor, "b n"], ratios: Float64[Tensor, "b n"], sizes: Pairs
+) -> Int[Tensor, "b 4"]:
+    """Random resized crop's (top, left, height, width): the first try that fits, else a centre crop.
+
+    Args:
+        place: uniforms in [0, 1) that say where in the room left over the crop stands.
+        areas: of the tries, as shares of the image's.
+        ratios: of the tries, logarithms of width / height.
+        sizes: (height, width) of the images.
+    """
+    H, W = sizes.double()[:, :, None].unbind(1)  # (B, 1)
+    area, ratio = H * W * areas, ratios.exp()
+    widths, heights = (area * ratio).sqrt().round(), (area / ratio).sqrt().round()
+    fits = (widths > 0) & (widths <= W) & (heights > 0) & (heights <= H)
+    found, chosen = fits.any(dim=1, keepdim=True), fits.byte().argmax(dim=1, keepdim=True)  # the first maximum
+    # no try fitted: the whole image, its longer side cut to the nearest allowed ratio
+    height = torch.where(found, heights.gather(1, chosen), torch.minimum(H, (W / RATIO[0]).round()))
+    width = torch.where(found, widths.gather(1, chosen), torch.minimum(W, (H * RATIO[1]).round()))
+    extent = torch.cat([height, width], dim=1)
+    room = sizes - extent
+    start = torch.where(found, place * (room + 1), room / 2).floor()
+    return torch.cat([start, extent], dim=1).long()
+
+
+def resample_weights(
+    start: Whole, extent: Whole, resized: Whole, wanted: Int[Tensor, "b s"], length: int
+) -> Float[Tensor, "b s n"]:
+    """Rows of the antialiased bilinear (triangle) filter, one axis.
+
+    Pixels [start, start + extent) of ``length`` become ``resized``, of which those at ``wanted`` are made.
+    Pixels outside weigh 0, as if the image had been cropped first.
+    """
+    scale = (extent / resized).float()[:, None]
+    centre = start[:, None] + (wanted + 0.5) * scale  # (B, S)
+    pixel = torch.arange(length, device=start.device)
+    weight = 1 - (pixel + 0.5 - centre[:, :, None]).abs() / scale.clamp(min=1.0)[:, :, None]
+    inside = (pixel >= start[:, None]) & (pixel < (start + extent)[:, None])
+    weight = weight.clamp(min=0.0) * inside[:, None]
+    return weight / weight.sum(dim=2, keepdim=True)
+
+
+def resample(
+    images: Bytes, start: Pairs, extent: Pairs, resized: Pairs, offset: Pairs, size: int, flip: Mask | None
+) -> Square:
+    """One filter per axis and sample: two batched matrix products, never below float32; values in [0, 1]."""
+    B, H, W, C = images.shape
+    rows, columns = (
+        resample_weights(start[:, axis], extent[:, axis], resized[:, axis], offset[:, axis, None] + wanted, length)
+        for axis, length, wanted in (
+            (0, H, line(size, None, images.device)),
+            (1, W, line(size, flip, images.device)),
+        )
+    )
+    with torch.autocast(images.device.type, enabled=False):
+        narrow = to_planes(images).view(B, C * H, W) @ columns.mT
+        x = rows[:, None] @ narrow.view(B, C, H, size)
+    return x.clamp_(0.0, 1.0)
+
+
+def crop_resized(images: Bytes, boxes: Int[Tensor, "b 4"], size: int, flip: Mask | None = None) -> Square:
+    """Cut out (top, left, height, width), resize it to size x size with antialiasing, mirror."""
+    resized = torch.full_like(boxes[:, 2:], size)
+    return resample(images, boxes[:, :2], boxes[:, 2:], resized, torch.zeros_like(resized), size, flip)
+
+
+def resize_centre(images: Bytes, short_side: int, size: int, sizes: Pairs, flip: Mask | None = None) -> Square:
+    """The usual test transform: short side to ``short_side``, antialiased, then the centre size x size."""
+    resized = short_side * sizes // sizes.amin(dim=1, keepdim=True)
+    offset = ((resized - size).double() / 2).round().long()
+    return resample(images, torch.zeros_like(sizes), sizes, resized, offset, size, flip)

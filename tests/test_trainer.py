@@ -1,0 +1,222 @@
+"""The trainer: what a run folder holds, a clean stop and resume, held-out curves, seeds."""
+
+import hashlib
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bicovg.cli import main
+from bicovg.config import Config, from_json, override
+from bicovg.data.splits import load_splits
+from bicovg.recipes import get_recipe
+from bicovg.runlog import read_lines
+from bicovg.trainer import Trainer
+
+# 512 training images of 4 classes in 4 steps an epoch; dropout and augmentation on, so that their draws count
+TINY = {
+    "data.name": "synthetic",
+    "data.num_classes": 4,
+    "data.augment.crop_pad": 1,
+    "data.augment.flip": True,
+    "model.channels": (8, 8),
+    "model.pools": (0,),
+    "model.scales": ((1, 2), (1, 2)),
+    "model.groups": (1, 1),
+    "train.batch_size": 128,
+    "train.epochs": 3,
+    "fusion.steps": 20,
+}
+
+
+def tiny(**changes: Any) -> Config:
+    return override(Config(), {**TINY, **{path.replace("__", "."): value for path, value in changes.items()}})
+
+
+def words(config: dict[str, Any]) -> list[str]:
+    """A config as command-line flags."""
+    text = {path: json.dumps(value) if not isinstance(value, str) else value for path, value in config.items()}
+    return [word for path, value in text.items() for word in (f"--{path}", value)]
+
+
+def last_state(run: Path) -> dict[str, str]:
+    """Hashes of weights and optimizer state of the newest checkpoint."""
+    newest = sorted((run / "checkpoints").iterdir())[-1]
+    return {
+        name: hashlib.sha256((newest / f"{name}.safetensors").read_bytes()).hexdigest()
+        for name in ("model", "optimizer")
+    }
+
+
+def results(run: Path) -> dict[str, Any]:
+    """A summary without what depends on the clock."""
+    summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    del summary["wall_seconds"]
+    return summary
+
+
+def test_run_folder_holds_config_environment_metrics_timing_summary_and_checkpoints(finished_run: Path) -> None:
+    names = {path.name for path in finished_run.iterdir()}
+    assert {"config.json", "env.json", "metrics.jsonl", "timing.jsonl", "summary.json", "checkpoints"} <= names
+    config = from_json((finished_run / "config.json").read_text())
+    assert (config.recipe, config.model.channels, config.train.epochs) == ("digits", (8, 8, 8, 8), 2)
+    environment = json.loads((finished_run / "env.json").read_text())
+    assert {"commit", "torch", "python", "device", "threads", "command"} <= set(environment)
+    assert environment["torch"] == torch.__version__
+    assert environment["threads"] == torch.get_num_threads()
+
+
+def test_metrics_hold_deterministic_values_and_timing_holds_the_rest(finished_run: Path) -> None:
+    metrics, timing = read_lines(finished_run, "metrics.jsonl"), read_lines(finished_run, "timing.jsonl")
+    assert [record["epoch"] for record in metrics] == [record["epoch"] for record in timing] == [0, 1]
+    for record in metrics:
+        assert set(record) == {"epoch", "step", "lr", "loss", "split", "top1", "top5", "mean_top1"}
+        assert len(record["loss"]) == len(record["top1"]) == len(record["top5"]) == 4
+        assert all(math.isfinite(value) for value in record["loss"])
+        assert all(a <= b for a, b in zip(record["top1"], record["top5"], strict=True))
+    for record in timing:
+        assert record["images_per_second"] > 0
+        assert record["peak_memory_bytes"] > 1e6
+        assert {"train_seconds", "eval_seconds", "loader_wait_share"} <= set(record)
+
+
+def test_last_short_batch_is_dropped_in_training_and_kept_in_evaluation(tmp_path: Path) -> None:
+    trainer = Trainer.start(tiny(train__batch_size=100, train__epochs=1), str(tmp_path / "run"))
+    trainer.train()
+    assert read_lines(tmp_path / "run", "metrics.jsonl")[-1]["step"] == 5  # of 512 images, 12 wait
+    for split, count in (("train", 512), ("test", 8)):
+        logits, labels = trainer.logits(split)
+        assert logits.shape == (2, count, 4)
+        assert len(labels) == count
+
+
+def test_same_seed_gives_the_same_bits_and_another_seed_does_not(tmp_path: Path) -> None:
+    states = []
+    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
+        Trainer.start(tiny(seed=seed, train__epochs=1), str(tmp_path / name)).train()
+        states.append((last_state(tmp_path / name), (tmp_path / name / "metrics.jsonl").read_bytes()))
+    assert states[0] == states[1]
+    assert states[0] != states[2]
+
+
+@pytest.mark.parametrize("changes", [{}, {"model.scope": "hgb", "model.group_size": 2, "optim.name": "sgd"}])
+def test_a_run_stopped_after_every_step_and_resumed_equals_the_uninterrupted_run(
+    changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = words({**TINY, **changes})
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert main(["train", "digits", *flags, "--out", str(whole)]) == 0
+    assert main(["train", "digits", *flags, "--out", str(broken), "--max-seconds", "1e-9"]) == 0
+    stops = 0
+    while not (broken / "summary.json").exists():
+        stops += 1
+        text = capsys.readouterr().out
+        assert re.search(r"stopped .* at step \d+", text)
+        assert f"bicovg train --resume {broken}" in text
+        assert stops < 20
+        assert main(["train", "--resume", str(broken), "--max-seconds", "1e-9"]) == 0
+    assert stops >= 11  # 12 steps in all
+    assert last_state(broken) == last_state(whole)
+    assert (broken / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert results(broken) == results(whole)
+
+
+def test_resume_of_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    Trainer.start(tiny(train__epochs=1), str(run)).train()
+    before = last_state(run), (run / "metrics.jsonl").read_bytes(), results(run)
+    assert main(["train", "--resume", str(run)]) == 0
+    assert (last_state(run), (run / "metrics.jsonl").read_bytes(), results(run)) == before
+
+
+def test_eval_writes_the_same_accuracies_again(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    Trainer.start(tiny(train__epochs=1), str(run)).train()
+    before = results(run)
+    (run / "summary.json").unlink()
+    assert main(["eval", str(run)]) == 0
+    after = results(run)
+    assert after["test"] == before["test"]
+    assert after["fusion"] == before["fusion"]
+
+
+@pytest.mark.parametrize("images", ["train", "heldout", "augmented"])
+def test_fuse_fits_on_the_images_it_is_told_to(images: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    Trainer.start(tiny(train__epochs=1, data__holdout=0.25), str(run)).train()
+    assert main(["fuse", str(run), "--on", images]) == 0
+    record = results(run)["fusion"][images]
+    assert sum(record["weights"]) == pytest.approx(1.0)
+    assert 1 <= record["N_eff"] <= 2
+    others = [r["weights"] for name, r in results(run)["fusion"].items() if r and name != images]
+    assert record["weights"] not in others
+
+
+def test_curves_are_on_held_out_images_where_there_are_any_and_say_so(tmp_path: Path) -> None:
+    for name, share, split in (("a", 0.25, "heldout"), ("b", 0.0, "test")):
+        Trainer.start(tiny(train__epochs=1, data__holdout=share), str(tmp_path / name)).train()
+        assert read_lines(tmp_path / name, "metrics.jsonl")[0]["split"] == split
+        summary = results(tmp_path / name)
+        held = [summary["heldout_top1"], summary["test"]["best_heldout_chosen"], summary["fusion"]["heldout"]]
+        assert all(value is not None for value in held) if share else held == [None, None, None]
+
+
+def test_evaluation_every_second_epoch_still_evaluates_the_last(tmp_path: Path) -> None:
+    Trainer.start(tiny(train__eval_every=2), str(tmp_path / "run")).train()
+    assert ["top1" in record for record in read_lines(tmp_path / "run", "metrics.jsonl")] == [False, True, True]
+
+
+def test_learning_rate_follows_the_schedule_per_step(tmp_path: Path) -> None:
+    config = tiny(optim__warmup_epochs=1.0, optim__lr=0.01, optim__lr_min=0.001)
+    Trainer.start(config, str(tmp_path / "run")).train()
+    rates = [record["lr"] for record in read_lines(tmp_path / "run", "metrics.jsonl")]
+    cosine = [0.001 + 0.009 * (1 + math.cos(math.pi * share / 8)) / 2 for share in (3, 7)]
+    assert rates == pytest.approx([0.01 * 3 / 4, *cosine])
+
+
+def test_seeds_make_one_run_each_and_print_mean_and_spread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = words({**TINY, "train.epochs": 1})
+    assert main(["train", "digits", *flags, "--seeds", "3", "7", "--out", str(tmp_path / "runs")]) == 0
+    text = capsys.readouterr().out
+    tops = []
+    for seed in (3, 7):
+        run = tmp_path / "runs" / f"s{seed}"
+        assert from_json((run / "config.json").read_text()).seed == seed
+        tops.append(results(run)["test"]["mean"]["top1"])
+    mean, half = sum(tops) / 2, abs(tops[0] - tops[1]) / 2
+    assert "n = 2" in text
+    assert f"{mean:.2f} +- {half * math.sqrt(2):.2f}" in text
+
+
+def test_shuffled_labels_change_no_logit(tmp_path: Path) -> None:
+    trainer = Trainer.start(tiny(train__epochs=1), str(tmp_path / "run"))
+    trainer.train()
+    logits, labels = trainer.logits("test")
+    loader = trainer.loaders["test"]
+    loader.resident_labels = loader.resident_labels.flip(0)
+    shuffled, other = trainer.logits("test")
+    assert not torch.equal(labels, other)
+    assert torch.equal(logits, shuffled)
+
+
+def test_the_network_of_a_seed_does_not_depend_on_what_ran_before(tmp_path: Path) -> None:
+    first = Trainer.start(tiny(), str(tmp_path / "a")).net.state_dict()
+    torch.rand(10)
+    second = Trainer.start(tiny(), str(tmp_path / "b")).net.state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_held_out_images_are_stratified_and_the_same_for_every_training_seed() -> None:
+    config = get_recipe("digits")
+    one = load_splits(override(config, {"data.holdout": 0.1}).data)
+    two = load_splits(override(config, {"data.holdout": 0.1, "seed": 9}).data)
+    assert one.heldout is not None
+    assert two.heldout is not None
+    assert torch.equal(one.heldout.labels, two.heldout.labels)
+    counts = torch.bincount(one.heldout.labels, minlength=10)
+    assert counts.max() - counts.min() <= 1
+    assert len(one.heldout) + len(one.train) == len(load_splits(config.data).train)

@@ -1,0 +1,137 @@
+"""Predicting image files: what a file gives, by every head, with no data set and no labels in reach."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import bicovg.data.splits
+from bicovg.cli import main
+from bicovg.data.digits import load_digits
+from bicovg.errors import UserError
+from bicovg.fusion import mean_logits
+from bicovg.predict import predict_files
+from bicovg.runlog import read_config
+from bicovg.trainer import Trainer
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> list[str]:
+    """Five digits as PNG files."""
+    names = []
+    for index, pixels in enumerate(load_digits()[0][:5, :, :, 0]):
+        path = tmp_path / f"digit{index}.png"
+        Image.fromarray(pixels).save(path)
+        names.append(str(path))
+    return names
+
+
+def logits_of_first_digits(run: Path) -> torch.Tensor:
+    trainer = Trainer.open(run, read_config(run))
+    images = torch.from_numpy(load_digits()[0][:5]).permute(0, 3, 1, 2).float() / 255
+    mean, std = (torch.tensor(value)[:, None, None] for value in (trainer.splits.mean, trainer.splits.std))
+    with torch.no_grad():
+        return trainer.net.eval()((images - mean) / std)
+
+
+@pytest.mark.parametrize("head", ["mean", "fused", "best", "last", "0", "2"])
+def test_probabilities_are_those_of_the_chosen_head(head: str, finished_run: Path, pictures: list[str]) -> None:
+    logits = logits_of_first_digits(finished_run)
+    summary = json.loads((finished_run / "summary.json").read_text())
+    expected = {
+        "mean": mean_logits(logits),
+        "fused": torch.einsum("e,ebk->bk", torch.tensor(summary["fusion"]["heldout"]["weights"]), logits),
+        "best": logits[summary["test"]["best_heldout_chosen"]["exit"]],
+        "last": logits[3],
+        "0": logits[0],
+        "2": logits[2],
+    }[head].softmax(dim=1)
+    found = list(predict_files(finished_run, pictures, head, top=10, device="cpu"))
+    assert [prediction.image for prediction in found] == pictures
+    for row, prediction in zip(expected, found, strict=True):
+        ranked = [probability for _, probability in prediction.classes]
+        assert ranked == sorted(ranked, reverse=True)
+        by_class = dict(prediction.classes)
+        assert [by_class[str(k)] for k in range(10)] == pytest.approx(row.tolist(), abs=1e-5)
+
+
+def test_prediction_opens_no_data_set(
+    finished_run: Path, pictures: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Labels can be absent or shuffled: they are not in reach."""
+    before = list(predict_files(finished_run, pictures, device="cpu"))
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("prediction opened a data set")
+
+    monkeypatch.setattr(bicovg.data.splits, "load_splits", refuse)
+    monkeypatch.setattr("bicovg.trainer.load_splits", refuse)
+    monkeypatch.setattr("bicovg.data.digits.load_digits", refuse)
+    copy = tmp_path / "run"
+    shutil.copytree(finished_run, copy)
+    assert list(predict_files(copy, pictures, device="cpu")) == before
+
+
+def test_a_picture_gets_the_same_answer_alone_and_among_others(finished_run: Path, pictures: list[str]) -> None:
+    together = list(predict_files(finished_run, pictures, device="cpu"))
+    for name, among in zip(pictures, together, strict=True):
+        (alone,) = predict_files(finished_run, [name], device="cpu")
+        assert [label for label, _ in alone.classes] == [label for label, _ in among.classes]
+        assert [p for _, p in alone.classes] == pytest.approx([p for _, p in among.classes], abs=1e-5)
+
+
+def test_pictures_of_other_sizes_and_colours_are_fitted_to_the_network(finished_run: Path, tmp_path: Path) -> None:
+    pixels = load_digits()[0][0, :, :, 0]
+    large = np.kron(pixels, np.ones((4, 4), np.uint8))
+    Image.fromarray(large).convert("RGB").save(tmp_path / "large.bmp")
+    Image.fromarray(pixels).save(tmp_path / "plain.png")
+    one, two = predict_files(finished_run, [str(tmp_path)], device="cpu")  # a folder gives all its images
+    assert [Path(p.image).name for p in (one, two)] == ["large.bmp", "plain.png"]
+    assert one.classes[0][0] == two.classes[0][0]
+
+
+def test_the_command_prints_the_best_classes_of_every_image(
+    finished_run: Path, pictures: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["predict", str(finished_run), *pictures[:2], "--top", "3", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    for prediction in predict_files(finished_run, pictures[:2], top=3, device="cpu"):
+        assert Path(prediction.image).name in text
+        for _, probability in prediction.classes:
+            assert f"{probability:.3f}" in text
+
+
+def test_files_that_are_no_images_are_named_with_the_reason(finished_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.png").write_text("hello")
+    (tmp_path / "empty.png").write_bytes(b"")
+    for name, reason in (("absent.png", "does not exist"), ("notes.png", "cannot use"), ("empty.png", "is empty")):
+        with pytest.raises(UserError, match=reason) as caught:
+            list(predict_files(finished_run, [str(tmp_path / name)], device="cpu"))
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("head", "top", "message"),
+    [("median", 5, "--head 'median' is unknown"), ("9", 5, r"a block among \[0, 1, 2, 3\]"), ("mean", 0, "--top 0")],
+)
+def test_an_impossible_question_is_refused(
+    head: str, top: int, message: str, finished_run: Path, pictures: list[str]
+) -> None:
+    with pytest.raises(UserError, match=message):
+        list(predict_files(finished_run, pictures, head, top, "cpu"))
+
+
+def test_a_run_that_held_nothing_out_has_no_best_block_to_predict_with(
+    finished_run: Path, pictures: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished_run, run)
+    summary = json.loads((run / "summary.json").read_text())
+    summary["test"]["best_heldout_chosen"] = None
+    (run / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(UserError, match="held no images out"):
+        list(predict_files(run, pictures, "best", device="cpu"))

@@ -18,7 +18,7 @@ from bicovg.errors import StorageError, UserError
 from bicovg.evaluation import report_fusion
 from bicovg.report.command import finish_run
 from bicovg.runlog import read_config, read_summary, write_json
-from bicovg.stopping import RunLock, Stopper
+from bicovg.stopping import RunLock, Stopper, StopRequested
 from bicovg.trainer import Trainer
 
 MOVABLE = {  # where, how fast and how safely a run goes on, which does not change what it computes
@@ -82,13 +82,14 @@ def resume(args: argparse.Namespace, changes: dict[str, Any]) -> int:
 
 def finish(trainer: Trainer, stopper: Stopper, quiet: bool = False) -> bool:
     """Train to the end and print the result; False if it was stopped first."""
-    summary = trainer.train(stopper)
-    if summary is None:
+    try:
+        summary = trainer.train(stopper)
+        wide_console().print(summary_table(summary))
+        page = finish_run(trainer)
+    except StopRequested:
         print(f"stopped by {stopper.reason} at step {trainer.progress.step}")
         print(f"go on with: bicovg train --resume {trainer.run}", flush=True)
         return False
-    wide_console().print(summary_table(summary))
-    page = finish_run(trainer)
     if not quiet:
         print(f"run folder: {trainer.run}\nreport: {page}")
     return True

@@ -125,8 +125,8 @@ class Trainer:
             {"classes": self.splits.classes, "mean": self.splits.mean, "std": self.splits.std},
         )
 
-    def train(self, stopper: Stopper | None = None) -> dict[str, Any] | None:
-        """Run to the end and return the summary; None if ``stopper`` asked to stop first (saved, resumable)."""
+    def train(self, stopper: Stopper | None = None) -> dict[str, Any]:
+        """Run to the end and return the summary; raises StopRequested, all saved, if ``stopper`` asked to stop."""
         self.stopper = stopper or self.stopper
         self._begun = time.monotonic() - self.progress.seconds
         try:
@@ -140,7 +140,7 @@ class Trainer:
             return summary
         except StopRequested:
             self.save(wait=True)
-            return None
+            raise
         except NonFiniteError as error:
             self._note_events()
             raise NonFiniteError(

@@ -1,0 +1,31 @@
+"""The tiny runs of the fault suite, and how often each fault is tried."""
+
+import os
+
+FULL = os.environ.get("BICOVG_FULL_COUNTS") == "1"
+
+TINY = [
+    *("train", "digits", "--data.name", "synthetic", "--data.num_classes", "4", "--data.image_size", "4"),
+    *("--model.channels", "8,8,8,8", "--model.pools", "1", "--model.scales", "[[1,2],[1,2],[1,2],[1,2]]"),
+    *("--model.groups", "2,2", "--train.batch_size", "128", "--train.epochs", "3", "--train.threads", "1"),
+    *("--train.device", "cpu", "--train.save_seconds", "0.01", "--fusion.steps", "3"),
+]
+STEPS, EPOCHS = 4, 3  # per epoch, in all
+
+VARIANTS = {
+    f"{scope}-{schedule}": [
+        *("--model.scope", scope, "--model.group_size", "2", "--train.schedule", schedule),
+        *("--optim.name", optimizer, "--train.clip_norm", clip),
+    ]
+    for scope, schedule, optimizer, clip in (
+        ("strict", "interleaved", "adamw", "none"),
+        ("strict", "summed", "sgd", "1.0"),
+        ("hgb", "interleaved", "sgd", "1.0"),
+        ("hgb", "summed", "adamw", "none"),
+    )
+}
+
+
+def count(full, in_ci):
+    """How many trials: ``make faults`` runs the full number, ``make test`` a share of it."""
+    return full if FULL else in_ci

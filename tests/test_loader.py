@@ -1,9 +1,8 @@
 """Batches are functions of (seed, epoch, index): not of prefetch, resume, residency or the number of processes."""
 
-import gc
-import hashlib
-import threading
-import time
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,79 +12,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from loader_cases import (
+    BATCH,
+    COUNT,
+    IMAGES,
+    LABELS,
+    RECIPE,
+    Pictures,
+    digest,
+    digests,
+    make_loader,
+    make_source,
+)
 
-from bicovg.data.augment import Augmentation
-from bicovg.data.loader import Batch, ImageSource, Loader, MappedImages, TensorImages, VariableImages
+from bicovg.data.loader import Batch, ImageSource, MappedImages, TensorImages, VariableImages
 from bicovg.errors import UserError
 
-RECIPE = Augmentation(crop_pad=2, flip=True, brightness=0.4, contrast=0.4, saturation=0.4, grayscale=0.2)
-CROPS = Augmentation(resized_crop=8, flip=True, brightness=0.4)
-COUNT, BATCH = 45, 8
-IMAGES = np.random.default_rng(1).integers(0, 256, (COUNT, 10, 12, 3), dtype=np.uint8)
-LABELS = np.arange(COUNT) * 7 % 10
-STATISTICS: dict[str, Any] = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.2, 0.3)}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-
-
-class Pictures:
-    """Images of several sizes, by position."""
-
-    def __init__(self, count: int) -> None:
-        generator = np.random.default_rng(0)
-        sizes = generator.integers(9, 50, (count, 2))
-        self.pictures = [generator.integers(0, 256, (h, w, 3), dtype=np.uint8) for h, w in sizes]
-
-    def image(self, i: int) -> np.ndarray:
-        return self.pictures[i]
-
-
-class Faulty(MappedImages):
-    """Counts its gathers, is slow, and fails at the one numbered ``fail_at``."""
-
-    def __init__(self, fail_at: int = -1, seconds: float = 0.0) -> None:
-        super().__init__(IMAGES, LABELS)
-        self.fail_at, self.seconds, self.gathers = fail_at, seconds, 0
-
-    def gather(self, indices: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        time.sleep(self.seconds)
-        self.gathers += 1
-        if self.gathers == self.fail_at + 1:
-            raise OSError("the disk went away")
-        return super().gather(indices, out)
-
-
-def make_source(kind: str, folder: Path) -> ImageSource:
-    if kind == "tensor":
-        return TensorImages(torch.from_numpy(IMAGES), torch.from_numpy(LABELS))
-    if kind == "variable":
-        return VariableImages(Pictures(COUNT), LABELS)
-    np.save(folder / "images.npy", IMAGES)
-    return MappedImages(np.load(folder / "images.npy", mmap_mode="r"), LABELS)
-
-
-def make_loader(source: ImageSource, **changes: Any) -> Loader:
-    augmentation = CROPS if source.sizes is not None else RECIPE
-    settings = {"seed": 3, "augmentation": augmentation, "resident": False, **STATISTICS, **changes}
-    return Loader(source, settings.pop("batch_size", BATCH), **settings)
-
-
-def digest(batch: Batch) -> str:
-    parts = [tensor.cpu().contiguous().numpy().tobytes() for tensor in batch]
-    return hashlib.sha256(b"".join(parts)).hexdigest()
-
-
-def digests(loader: Loader, epoch: int = 0, start_step: int = 0) -> list[str]:
-    return [digest(batch) for batch in loader.batches(epoch, start_step)]
-
-
-def loader_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("bicovg-loader")]
-
-
-@pytest.fixture(autouse=True)
-def _threads_end() -> Any:
-    yield
-    assert loader_threads() == []
 
 
 @pytest.fixture(params=["tensor", "mapped", "variable"])
@@ -130,6 +73,41 @@ def test_the_shares_of_all_processes_are_the_batch_of_one(source: ImageSource, w
         joined = Batch(*(torch.cat(parts) for parts in zip(*shares, strict=True)))
         assert all(len(share.labels) == BATCH // world for share in shares)
         assert digest(joined) == digest(one)
+
+
+RANK = """
+import sys
+from pathlib import Path
+import numpy as np
+from loader_cases import make_loader, make_source
+kind, folder, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+(folder / str(rank)).mkdir()
+loader = make_loader(make_source(kind, folder / str(rank)), rank=rank, world=2, prefetch=4 * rank)
+parts = {}
+for step, batch in enumerate(loader.batches(1)):
+    parts.update({f"{step} {name}": part.numpy() for name, part in batch._asdict().items()})
+np.savez(folder / f"{rank}.npz", **parts)
+"""
+
+
+@pytest.mark.parametrize("kind", ["mapped", "variable"])
+def test_two_processes_together_make_the_batches_of_one(kind: str, tmp_path: Path) -> None:
+    tests = Path(__file__).parent
+    path = os.pathsep.join([str(tests), str(tests.parent)])
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, kind, str(tmp_path), str(rank)],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=120) for process in running] == [0, 0]
+    shares = [np.load(tmp_path / f"{rank}.npz") for rank in range(2)]
+    one = list(make_loader(make_source(kind, tmp_path)).batches(1))
+    assert len(shares[0]) == len(shares[1]) == 3 * len(one) > 0
+    for step, batch in enumerate(one):
+        joined = [np.concatenate([share[f"{step} {name}"] for share in shares]) for name in Batch._fields]
+        assert digest(Batch(*map(torch.from_numpy, joined))) == digest(batch)
 
 
 def test_a_sample_looks_the_same_in_a_batch_of_another_size(source: ImageSource) -> None:
@@ -211,46 +189,6 @@ def test_sizes_come_from_an_index_where_there_is_one() -> None:
     pictures: Any = Pictures(COUNT)
     pictures.index = np.arange(3 * COUNT).reshape(COUNT, 3)
     assert np.array_equal(VariableImages(pictures, LABELS, [5, 6]).sizes, [[16, 17], [19, 20]])  # type: ignore[arg-type]
-
-
-def test_an_error_in_the_thread_reaches_the_consumer_at_its_step() -> None:
-    for prefetch in (0, 1, 4):
-        batches = make_loader(Faulty(fail_at=3), prefetch=prefetch).batches(0)
-        assert len([next(batches) for _ in range(3)]) == 3
-        with pytest.raises(OSError, match="the disk went away"):
-            next(batches)
-        assert loader_threads() == []
-
-
-def test_closing_or_dropping_the_iterator_ends_the_thread() -> None:
-    loader = make_loader(Faulty(seconds=0.01), prefetch=3)
-    batches = loader.batches(0)
-    next(batches)
-    assert len(loader_threads()) == 1
-    batches.close()
-    assert loader_threads() == []
-    for _ in loader.batches(0):
-        break
-    gc.collect()
-    assert loader_threads() == []
-
-
-@pytest.mark.parametrize("prefetch", [1, 2, 4])
-def test_the_thread_stays_within_the_prefetch_depth(prefetch: int) -> None:
-    source = Faulty()
-    batches = make_loader(source, prefetch=prefetch, batch_size=4).batches(0)
-    for consumed in range(1, 5):
-        next(batches)
-        time.sleep(0.05)
-        assert source.gathers == consumed + prefetch
-    batches.close()
-
-
-def test_waiting_is_counted() -> None:
-    loader = make_loader(Faulty(seconds=0.02))
-    assert loader.wait_seconds == 0
-    digests(loader)
-    assert loader.wait_seconds > 0.02
 
 
 def refuses(word: str, build: Callable[..., Any], *arguments: Any, **settings: Any) -> None:

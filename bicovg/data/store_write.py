@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bicovg.data.decode import MAX_BYTES, decode_to_rgb, fit_pixels
+from bicovg.data.decode import MAX_BYTES, decode_to_rgb, fit_pixels, read_header
 from bicovg.data.sources_sample import Sample
 
 _CHUNK_BYTES = 1 << 20  # decoded bytes a task aims at: many small images, or a few large ones
@@ -99,7 +99,10 @@ class Fit:
             return max(1, min(256, _CHUNK_BYTES // (4 * self.short_side**2)))
         if isinstance(sample.image, np.ndarray):
             return max(1, min(256, _CHUNK_BYTES // sample.image.size))
-        return 1  # of unknown size, each perhaps as large as the pixel cap
+        header = "" if isinstance(sample.image, Path) else read_header(sample.image)
+        if isinstance(header, str):
+            return 1  # of unknown size, perhaps as large as the pixel cap
+        return max(1, min(256, _CHUNK_BYTES // (3 * header.width * header.height)))
 
 
 def _read(path: Path, name: str, chunk: Chunk) -> bytes | str:

@@ -31,14 +31,18 @@ _HOMES = {
     "tail_retention": "diagnostics",
     "mean_gain": "diagnostics",
     "effective_layers": "diagnostics",
+    "load": "export",
+    "localize": "localize",
 }
 
 if TYPE_CHECKING:
     from bicovg.blocks import Block, Unit
     from bicovg.diagnostics import decline_area, effective_layers, mean_gain, tail_retention
+    from bicovg.export import load
     from bicovg.fusion import LogisticFusion
     from bicovg.goodness import BiCovG, Readout, cross_channel_energy, spatial_energy
     from bicovg.layers import FeatureAlignment, RMSNorm, RMSPool, rms_norm, rms_pool
+    from bicovg.localize import localize
     from bicovg.networks import LocalNetwork, local_network, vgg8, vgg16, vgg16_classic
     from bicovg.step import local_step
 
@@ -55,8 +59,10 @@ __all__ = [
     "cross_channel_energy",
     "decline_area",
     "effective_layers",
+    "load",
     "local_network",
     "local_step",
+    "localize",
     "mean_gain",
     "rms_norm",
     "rms_pool",

@@ -150,6 +150,7 @@ def predict_files(
         raise UserError(f"--top {top} must be at least 1")
     if early_exit is not None and not 0 <= early_exit <= 1:
         raise UserError(f"--early-exit {early_exit:g} must be a confidence between 0 and 1, for example 0.9")
+    read_config(run)
     files = find_images(names)
     net, config = load_run(run, device)
     classes, means, stds = read_data(run, config)

@@ -21,6 +21,11 @@ def add_parsers(commands: Any) -> None:
     watch.add_argument("run", metavar="RUN")
     watch.add_argument("--port", type=int, help="port on 127.0.0.1 (default 8765, or any free one)")
     watch.add_argument("--tensorboard", metavar="DIR", help="write event files for TensorBoard as well")
+    export = _add(commands, "export", "write a run as a model folder, torch.export and ONNX")
+    export.add_argument("run", metavar="RUN")
+    export.add_argument("--head", default="mean", help="mean, fused, best (held-out-chosen), last, or a block")
+    export.add_argument("--out", metavar="DIR", help="folder to make (default RUN/export-HEAD)")
+    export.add_argument("--format", default="hub,torch,onnx", help="what to write (default hub,torch,onnx)")
 
 
 def _add(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
@@ -80,6 +85,17 @@ def watch(args: argparse.Namespace) -> int:
 
         events = EventWriter(Path(args.tensorboard))
     return serve(Path(args.run), args.port, events)
+
+
+def export(args: argparse.Namespace) -> int:
+    from bicovg.export import export_run
+
+    out = Path(args.out) if args.out else Path(args.run) / f"export-{args.head}"
+    checks = export_run(Path(args.run), args.head, out, args.format.split(","))
+    for name, gap in checks["largest_difference"].items():
+        print(f"{name}: largest difference to PyTorch {gap:.1e} in a logit, on {checks['images']} images")
+    print(f"written: {out}")
+    return 0
 
 
 def analyse_run(path: Path, args: argparse.Namespace) -> None:

@@ -195,4 +195,4 @@ class Unit(nn.Module):
     ) -> Credit:
         """Forward and this unit's credit: cross-entropy at each of its exits."""
         h, logits = self(x, keys, emit)
-        return loss_credit(h, [F.cross_entropy(z.float() if z.dtype != torch.float64 else z, labels) for z in logits])
+        return loss_credit(h, [F.cross_entropy(z, labels) for z in logits])

@@ -73,8 +73,10 @@ def keep_mask(keys: Int[Tensor, " b"], features: int, drop: float) -> Tensor:
 
     The hash is 32-bit ("lowbias32") because it runs once per activation. ``drop`` is resolved to 2^-24.
     """
-    x = torch.arange(features, dtype=torch.int32, device=keys.device) * -1640531527  # 2^32 / golden ratio
-    x = x + (keys & 0xFFFFFFFF).to(torch.int32).unsqueeze(-1)
+    # The key is added before anything is multiplied, for the reason given in draw_uniforms.
+    x = (keys & 0xFFFFFFFF).to(torch.int32).unsqueeze(-1) + torch.arange(
+        features, dtype=torch.int32, device=keys.device
+    )
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x7FEB352D
     x = x ^ ((x >> 15) & 0x1FFFF)

@@ -15,6 +15,7 @@ from bicovg.config import Config
 from bicovg.data.loader import Batch, Loader
 from bicovg.draws import DROPOUT, make_keys
 from bicovg.guard import Guard
+from bicovg.lanes import OneLane, TwoLanes
 from bicovg.networks import LocalNetwork
 from bicovg.optim import learning_rate, set_learning_rate
 from bicovg.step import local_step
@@ -45,6 +46,7 @@ class EagerEngine:
         self.learning_rate = Schedule(config, len(loader))
         shared_clip = config.train.clip_norm is not None and config.train.clip_scope == "global"
         self.guard: Guard | None = Guard(net, optimizers, config.train.nonfinite, shared_clip)
+        self.lanes: OneLane | None = None
 
     def record(self, step: int) -> None:
         """Let the guard note the step just made; raises NonFiniteError when a failure has become known."""
@@ -74,6 +76,7 @@ class EagerEngine:
             clip_scope=train.clip_scope,
             keys=make_keys(self.config.seed, DROPOUT, step, batch.indices),
             guard=self.guard,
+            lanes=self.lanes,
         )
 
 
@@ -88,22 +91,34 @@ class CompiledEngine(EagerEngine):
 
 
 class GraphEngine(EagerEngine):
-    """The whole step captured once and replayed; needs a GPU and a data set that lives on it."""
+    """The whole step captured once and replayed; needs a GPU and a data set that lives on it.
+
+    Args:
+        compiled: whether inductor compiles the units. By default where a unit has inner blocks: the last block of a
+            unit runs on kernels of its own, and compiling what is left around them takes longer than it saves.
+    """
 
     name = "graph"
 
     def __init__(
-        self, net: LocalNetwork, optimizers: list[Optimizer], config: Config, loader: Loader, compiled: bool = True
+        self,
+        net: LocalNetwork,
+        optimizers: list[Optimizer],
+        config: Config,
+        loader: Loader,
+        compiled: bool | None = None,
     ) -> None:
         super().__init__(net, optimizers, config, loader)
-        if compiled:
+        if compiled or (compiled is None and any(len(unit.blocks) > 1 for unit in net.units)):  # type: ignore[arg-type]
             compile_units(net)
+        if config.train.overlap and config.train.schedule == "interleaved" and len(net.units) > 1:
+            self.lanes = TwoLanes()
         device = loader.device
         share = loader.batch_size // loader.world
         self.indices = torch.arange(share, device=device)
         self.epoch = torch.zeros((), dtype=torch.int64, device=device)
         self.step = torch.zeros((), dtype=torch.int64, device=device)
-        self.assemble = torch.compile(loader.assemble, dynamic=False) if compiled else loader.assemble
+        self.assemble = loader.assemble if compiled is False else torch.compile(loader.assemble, dynamic=False)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.losses: Tensor | None = None
 
@@ -182,6 +197,9 @@ def make_engine(net: LocalNetwork, optimizers: list[Optimizer], config: Config, 
     """The engine ``train.engine`` asks for; where it cannot run, the next best, with one line saying why."""
     wanted, on_gpu = config.train.engine, loader.device.type == "cuda"
     arguments: tuple[Any, ...] = (net, optimizers, config, loader)
+    if on_gpu:
+        torch.backends.cudnn.benchmark = True
+        torch.backends.cuda.matmul.allow_tf32 = config.train.precision == "bfloat16"  # the readouts' float32 products
     if wanted == "eager" or (wanted == "auto" and not on_gpu):
         return EagerEngine(*arguments)
     if not on_gpu:

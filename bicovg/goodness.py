@@ -118,10 +118,20 @@ class BiCovG(nn.Module):
 
 
 class Readout(nn.Linear):
-    """``W g + b`` with W and b drawn from U(-1/sqrt(D), 1/sqrt(D)), D the goodness dimension."""
+    """``W g + b`` with W and b drawn from U(-1/sqrt(D), 1/sqrt(D)), D the goodness dimension.
+
+    Computed in at least float32 under autocast too: a product this small gains nothing from bfloat16 and would pay for
+    eight casts a step.
+    """
 
     def reset_parameters(self) -> None:
         bound = 1 / math.sqrt(self.in_features)
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, g: Float[Tensor, "b d"]) -> Float[Tensor, "b k"]:
+        if g.is_meta:  # autocast does not know the device of a dry run
+            return F.linear(g, self.weight, self.bias)
+        with torch.autocast(g.device.type, enabled=False):
+            return F.linear(widen(g), self.weight, self.bias)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bicovg.guard import Guard, Unguarded
+from bicovg.lanes import OneLane
 from bicovg.networks import LocalNetwork
 from bicovg.signals import Credit, assign_gradients
 
@@ -35,6 +36,7 @@ def local_step(
     clip_scope: str = "unit",
     keys: Int[Tensor, " b"] | None = None,
     guard: Guard | None = None,
+    lanes: OneLane | None = None,
 ) -> Float[Tensor, " e"]:
     """Train every unit once on one batch.
 
@@ -44,6 +46,7 @@ def local_step(
         precision: ``bfloat16`` for autocast; None or ``float32`` for none.
         keys: per-sample dropout keys; drawn from the generator when absent.
         guard: holds back a unit, and those after it, whose loss or gradient is not finite.
+        lanes: GPU streams for interleaved units to overlap on.
 
     Returns:
         The loss of every exit.
@@ -51,11 +54,13 @@ def local_step(
     check_step(schedule, clip_norm, clip_scope, precision)
     net.train()
     keys = net.sample_keys(images) if keys is None else keys
-    run = _interleaved if schedule == "interleaved" else _summed
     dtype = PRECISIONS[precision]
     watch = Unguarded() if guard is None else guard
     with watch, torch.autocast(images.device.type, dtype=dtype, enabled=dtype is not None):
-        return run(net, optimizers, net.prepare(images), labels, keys, clip_norm, clip_scope, watch)
+        x = net.prepare(images)
+        if schedule == "summed":
+            return _summed(net, optimizers, x, labels, keys, clip_norm, clip_scope, watch)
+        return _interleaved(net, optimizers, x, labels, keys, clip_norm, watch, lanes or OneLane())
 
 
 def check_step(schedule: str, clip_norm: float | None, clip_scope: str, precision: str | None) -> None:
@@ -78,24 +83,27 @@ def check_step(schedule: str, clip_norm: float | None, clip_scope: str, precisio
 def _interleaved(
     net: LocalNetwork,
     optimizers: Sequence[Optimizer],
-    x: Tensor,
+    x: Tensor | None,
     labels: Tensor,
     keys: Tensor | None,
     clip_norm: float | None,
-    clip_scope: str,
     guard: Unguarded,
+    lanes: OneLane,
 ) -> Tensor:
     losses = []
     for index, (unit, optimizer) in enumerate(zip(net.units, optimizers, strict=True)):
-        credit = unit.learn(x, labels, keys, emit=index + 1 < len(net.units))  # type: ignore[operator]
-        x = credit.output
-        losses.append(credit.losses)
-        assign_gradients([credit])
-        del credit  # the unit's graph goes here, before the next unit builds its own
-        norm = None if clip_norm is None else clip_gradients(unit, clip_norm)
-        guard.check(index, losses[-1], norm)
-        guard.step(index, optimizer)
-        optimizer.zero_grad()
+        with lanes.lane(index):
+            credit = unit.learn(x, labels, keys, emit=index + 1 < len(net.units))  # type: ignore[operator]
+            x = lanes.hand_over(credit.output)
+            losses.append(credit.losses)
+            assign_gradients([credit])
+            del credit  # the unit's graph goes here, before the next unit builds its own
+            norm = None if clip_norm is None else clip_gradients(unit, clip_norm)
+            with lanes.in_order():
+                guard.check(index, losses[-1], norm)
+            guard.step(index, optimizer)
+            optimizer.zero_grad()
+    lanes.join()
     return torch.cat(losses)
 
 

@@ -179,7 +179,7 @@ def launch_sums(
             num_warps=tile.warps, maxnreg=tile.registers,
         )  # fmt: skip
         finish_kernel[(math.ceil(C / 16),)](
-            sums, part, y if cast is None else cast, stats, workers, C=C, N=N, BC=16, NP=shape["NP"], num_warps=4
+            sums, part.sum(dim=0), y if cast is None else cast, stats, C=C, N=N, BC=16, NP=shape["NP"], num_warps=4
         )
     return sums
 

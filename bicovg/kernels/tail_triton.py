@@ -30,8 +30,7 @@ def keep_elements(
     key: tl.tensor, pixel: tl.tensor, c: tl.tensor, threshold: tl.tensor, PIXELS: tl.constexpr
 ) -> tl.tensor:
     """``bicovg.draws.keep_mask``: hash of the sample's key and the element's index in (C, H, W) order."""
-    j = c[None, :] * PIXELS + pixel[:, None]
-    x = j * -1640531527 + key
+    x = c[None, :] * PIXELS + pixel[:, None] + key
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x7FEB352D
     x = x ^ ((x >> 15) & 0x1FFFF)

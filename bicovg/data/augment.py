@@ -89,7 +89,12 @@ class Augmentation:
 
 
 class Constants(NamedTuple):
-    """Tensors that ``augment`` needs beside the images. Made once: a captured graph cannot make them from lists."""
+    """Tensors that ``augment`` needs beside the images. Made once: a captured graph cannot make them from lists.
+
+    Attributes:
+        low, span: a parameter is ``low + span * uniform``.
+        gray: the channels' weights in gray times C, so that means over channels are gray values.
+    """
 
     low: Float64[Tensor, " p"]
     span: Float64[Tensor, " p"]
@@ -116,8 +121,9 @@ def make_constants(augmentation: Augmentation, mean: Stat, std: Stat) -> Constan
     if not augmentation.random:
         columns = []
     low, span = torch.tensor(columns, dtype=torch.float64, device=mean.device).view(-1, 2).unbind(1)
-    gray = torch.tensor(GRAY if len(mean) == 3 else (1.0,), device=mean.device)
-    return Constants(low, span, gray[:, None, None], mean, std)
+    weights = GRAY if len(mean) == 3 else (1.0,)
+    gray = torch.tensor(weights, device=mean.device)[:, None, None] * len(weights)
+    return Constants(low, span, gray, mean, std)
 
 
 def draw_parameters(keys: Keys, constants: Constants) -> Parameters:
@@ -128,9 +134,9 @@ def draw_parameters(keys: Keys, constants: Constants) -> Parameters:
     return draw_uniforms(keys, len(constants.low)) * constants.span + constants.low
 
 
-def luminance(x: Images, gray: Gray) -> Float[Tensor, "b 1 h w"]:
-    """Gray value of each pixel; a one-channel image is its own."""
-    return (x * gray).sum(dim=1, keepdim=True)
+def gray_value(shares: Images) -> Float[Tensor, "b 1 h w"]:
+    """Gray value of each pixel, from the channels times ``Constants.gray``; a one-channel image is its own."""
+    return shares.mean(dim=1, keepdim=True)
 
 
 def turn_hue(x: Images, shift: Float[Tensor, " b"]) -> Images:
@@ -170,9 +176,8 @@ def jitter_colour(x: Images, parameters: Parameters, strengths: tuple[float, ...
     for place in range(count):
         if strengths[HUE]:
             x = torch.where(here[HUE, place], turn_hue(x, drawn[HUE].float()), x)
-        pixel_gray = luminance(x, gray)
-        mean_gray = pixel_gray.mean(dim=(2, 3), keepdim=True)
-        other = torch.where(here[CONTRAST, place], mean_gray, pixel_gray)
+        shares = x * gray
+        other = torch.where(here[CONTRAST, place], shares.mean(dim=(1, 2, 3), keepdim=True), gray_value(shares))
         x = x.mul_(factor[place]).add_(other.mul_(rest[place])).clamp_(0.0, 1.0)
     return x
 
@@ -220,5 +225,5 @@ def augment(
         x = jitter_colour(x, parameters, a.strengths, constants.gray)
     if a.grayscale:
         chosen = parameters[:, GRAYSCALE, None, None, None] < a.grayscale
-        x = torch.where(chosen, luminance(x, constants.gray), x)
+        x = torch.where(chosen, gray_value(x * constants.gray), x)
     return normalise(x, constants.mean, constants.std).contiguous(memory_format=torch.channels_last)

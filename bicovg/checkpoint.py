@@ -72,7 +72,11 @@ def write_checkpoint(run: Path, name: str, files: Mapping[str, bytes], keep: int
 
 def make_manifest(files: Mapping[str, bytes]) -> bytes:
     listed = {name: {"bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()} for name, blob in files.items()}
-    return (json.dumps({"schema": SCHEMA, "files": listed}, indent=2) + "\n").encode()
+    return _render({"schema": SCHEMA, "files": listed})
+
+
+def _render(manifest: Mapping[str, Any]) -> bytes:
+    return (json.dumps(manifest, indent=2) + "\n").encode()
 
 
 def retire_checkpoints(run: Path, keep: int) -> None:
@@ -114,7 +118,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if path.is_symlink():
         raise Unusable("it is a symbolic link")
     try:
-        manifest = json.loads(read_regular(path / MANIFEST, MAX_JSON))
+        blob = read_regular(path / MANIFEST, MAX_JSON)
+        manifest = json.loads(blob)
         schema, files = manifest["schema"], manifest["files"]
         if type(schema) is not int or schema != SCHEMA:
             raise Unusable(f"its schema is {schema!r:.40}, this version reads {SCHEMA}")
@@ -123,6 +128,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         for entry in files.values():
             if type(entry["bytes"]) is not int or type(entry["sha256"]) is not str:
                 raise Unusable("its manifest is malformed")
+        if _render(manifest) != blob:
+            raise Unusable("its manifest is not as it was written")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Unusable(f"{MANIFEST}: {_explain(error)}") from None
     return dict(files)

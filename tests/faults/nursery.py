@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,20 +42,25 @@ class Nursery:
     def __init__(self, logs):
         self.logs, self.count = Path(logs), 0
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1]), "GIT_DIR": os.devnull}
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", str(HERE / "nursery.py"), str(logs)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            cwd=logs,
-        )
-        assert self._ask({"do": "hello"}) == {"ready": True}
+        with open(self.logs / "nursery.log", "w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-W", "error", str(HERE / "nursery.py"), str(logs)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment,
+                cwd=logs,
+            )
+        if self._ask({"do": "hello"}, timeout=300) != {"ready": True}:
+            self.close()
+            raise AssertionError((self.logs / "nursery.log").read_text()[-3000:])
 
     def _ask(self, request, timeout=HANG):
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
         self.process.stdin.flush()
         ready, _, _ = select.select([self.process.stdout], [], [], timeout)
-        return json.loads(self.process.stdout.readline()) if ready else None
+        line = self.process.stdout.readline() if ready else b""
+        return json.loads(line) if line else None
 
     def fork(self, words, plant=None, user=None, **arguments):
         """Start ``bicovg WORDS``; ``plant`` names a function of plants.py, ``user`` an id to become first."""
@@ -82,8 +88,9 @@ class Nursery:
         return trial
 
     def close(self):
-        self.process.stdin.close()
-        self.process.wait(10)
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.wait(30)
         self.process.stdout.close()
 
 

@@ -45,3 +45,52 @@ def hash_batches(path, stop_after=None):
         return enter(self)
 
     EagerEngine.train_batch, Display.__enter__ = train_batch, enter_and_stop
+
+
+def record_operations(root, path):
+    """Write every file operation below ``root`` to ``path`` when the process ends."""
+    import pickle
+
+    from disk import Recorder
+
+    from bicovg.trainer import Trainer
+
+    recorder, train = Recorder(root), Trainer.train
+    recorder.begin()
+
+    def train_and_write(self, stopper=None):
+        try:
+            return train(self, stopper)
+        finally:
+            with open(path, "wb") as file:
+                pickle.dump(recorder.operations, file)
+
+    Trainer.train = train_and_write
+
+
+def kill_in_save(root, save, operation, when, share=0.0):
+    """SIGKILL this process at one operation of its ``save``-th checkpoint, counted from the making of its folder.
+
+    ``when`` is ``before``, ``after``, or ``inside``: after ``share`` of a write has been written.
+    """
+    from disk import Recorder
+
+    class Killer(Recorder):
+        saves, position = 0, -1
+
+        def perform(self, done, act):
+            kind, name, *rest = done
+            if kind == "mkdir" and ".partial-" in name:
+                self.saves, self.position = self.saves + 1, -1
+            self.position += "checkpoints" in name
+            here = (self.saves, self.position) == (save, operation) and "checkpoints" in name
+            if here and when == "inside":
+                act.func(act.args[0], rest[0][: int(len(rest[0]) * share)])
+            if here and when != "after":
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = act()
+            if here:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+    Killer(root).begin()

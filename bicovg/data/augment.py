@@ -27,7 +27,7 @@ TOP, LEFT, FLIP = 0, 1, 2
 STRENGTH = 3  # four: brightness, contrast, saturation, hue
 RANK = 7  # four: a sample applies its colour operations in ascending order of these
 GRAYSCALE = 11
-AREA, RATIO, END = 12, 22, 32  # resized crop only: ten areas, then ten aspect ratios
+AREA, RATIO = 12, 22  # resized crop only: ten shares of the area, then ten logarithms of the aspect ratio
 
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 CROP_TRIES, CROP_AREA = 10, (0.08, 1.0)

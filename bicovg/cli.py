@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from bicovg.config import Config, nearest, override, parse_value, walk_settings
-from bicovg.errors import UserError
+from bicovg.errors import StorageError, UserError, storage_sentence
 from bicovg.recipes import RECIPES, get_recipe
 
 DESCRIPTION = "Train convolutional networks without backpropagation through the net (BiCovG, Forward-Forward)."
@@ -147,6 +147,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        sentence = storage_sentence(error)
+        if sentence is None:
+            raise
+        print(f"bicovg: {sentence}", file=sys.stderr)
+        return StorageError.exit_code
 
 
 def dispatch(words: list[str]) -> int:

@@ -1,5 +1,12 @@
 """Errors the command line turns into one sentence and an exit code; anything else is a bug and shows its traceback."""
 
+import errno
+
+STORAGE_FAULTS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO),
+    *(errno.EACCES, errno.EPERM, errno.ESTALE),
+}
+
 
 class UserError(ValueError):
     """Something the user gave is wrong: says what, its value, and the repair, in one sentence."""
@@ -17,3 +24,11 @@ class StorageError(UserError):
     """The run folder could not be written: disk full, read-only, no permission."""
 
     exit_code = 4
+
+
+def storage_sentence(error: OSError) -> str | None:
+    """A fault of the disk or its permissions in one sentence; None for any other error."""
+    if error.errno not in STORAGE_FAULTS:
+        return None
+    where = f" {error.filename}" if error.filename else ""
+    return f"cannot write or read{where}: {error.strerror}; free space there or change its permissions"

@@ -103,8 +103,12 @@ def read_data(run: Path, config: Config) -> tuple[list[str], list[float], list[f
 
 def write_json(path: Path, value: Any) -> None:
     """Whole or absent: written beside, synced, renamed over."""
+    _replace(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def _replace(path: Path, blob: bytes) -> None:
     try:
-        replace_file(path, (json.dumps(value, indent=2) + "\n").encode())
+        replace_file(path, blob)
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}; correct that and run the command again") from None
 
@@ -172,12 +176,12 @@ class RunLog:
 
     def restore(self, metrics: bytes, epoch: int, step: int) -> None:
         """The line files as they stood at a checkpoint; of timing and events, what lies before it."""
-        replace_file(self.run / "metrics.jsonl", metrics)
+        _replace(self.run / "metrics.jsonl", metrics)
         for name, key, limit in (("timing.jsonl", "epoch", epoch), ("events.jsonl", "step", step)):
             records = [record or {} for record in _parse_lines(self.run / name)]
             kept = [record for record in records if isinstance(record.get(key), int) and record[key] < limit]
             if kept or (self.run / name).exists():
-                replace_file(self.run / name, "".join(json.dumps(record) + "\n" for record in kept).encode())
+                _replace(self.run / name, "".join(json.dumps(record) + "\n" for record in kept).encode())
 
 
 def _parse_lines(path: Path) -> list[dict[str, Any] | None]:

@@ -72,19 +72,19 @@ class RunLock:
     """One process per run folder. The kernel drops the lock when its holder dies, however it dies."""
 
     def __init__(self, run: Path) -> None:
-        path = run / "lock"
+        path, self._descriptor = run / "lock", -1
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        except OSError as error:
-            raise StorageError(f"cannot write {path}: {error.strerror}; make the run folder writable") from None
-        try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._descriptor, 0)
+            os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         except BlockingIOError:
-            os.close(self._descriptor)
+            self.release()
             holder = read_regular(path, 1 << 10).decode(errors="replace").strip() or "another process"
             raise UserError(f"{run} is in use by {holder}: wait until it has ended, or stop it") from None
-        os.ftruncate(self._descriptor, 0)
-        os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        except OSError as error:
+            self.release()
+            raise StorageError(f"cannot write {path}: {error.strerror}; make the run folder writable") from None
 
     def release(self) -> None:
         if self._descriptor >= 0:

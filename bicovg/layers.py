@@ -45,7 +45,8 @@ def feature_alignment(
     h: Float[Tensor, "b c h w"], w1: Float[Tensor, "d c"], w2: Float[Tensor, "c d"]
 ) -> Float[Tensor, "b c h w"]:
     """``h + W2 relu(W1 GAP(h))``, the correction broadcast over the map."""
-    offset = F.linear(F.relu(F.linear(widen(h).mean(dim=(2, 3)), w1)), w2)
+    mean = widen(h).mean(dim=(2, 3)).to(w1.dtype)
+    offset = F.linear(F.relu(F.linear(mean, w1)), w2)
     return h + offset[:, :, None, None].to(h.dtype)
 
 

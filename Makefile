@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test lint types unit bench-cpu kernels clean
+.PHONY: demo test lint types unit faults bench-cpu kernels clean
 
 demo: $(VENV)/.installed
 	$(BIN)/bicovg train digits
@@ -26,6 +26,10 @@ types: $(VENV)/.dev
 
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest -q --durations=10
+
+# Every fault as often as the full counts say; `make test` tries a share of them.
+faults: $(VENV)/.dev
+	BICOVG_FULL_COUNTS=1 $(BIN)/python -m pytest -q tests/faults
 
 bench-cpu: $(VENV)/.dev
 	$(BIN)/python benchmarks/step_cpu.py

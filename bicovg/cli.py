@@ -45,6 +45,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> Parser:
+    from bicovg.bench import add_parser as add_bench_parser
+    from bicovg.data.command import add_parser as add_data_parser
+    from bicovg.records import add_parser as add_record_parser
+    from bicovg.report.command import add_parsers as add_report_parsers
+
     parser = Parser(prog="bicovg", description=DESCRIPTION, allow_abbrev=False)
     commands: Any = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     commands.add_parser("recipes", help="list the named recipes")
@@ -56,24 +61,40 @@ def build_parser() -> Parser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add_train_arguments(train)
-    for name, text in (
-        ("eval", "evaluate a run on its test images"),
-        ("fuse", "fit Logistic Fusion on a run's exits"),
-    ):
-        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    add_run_parsers(commands)
+    add_predict_parser(commands)
+    add_bench_parser(commands)
+    add_record_parser(commands)
+    add_report_parsers(commands)
+    add_data_parser(commands)
+    return parser
+
+
+def add_run_parsers(commands: Any) -> None:
+    """What is done with finished runs."""
+    evaluate, fuse = (
+        commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        for name, text in (
+            ("eval", "evaluate a run on its test images"),
+            ("fuse", "fit Logistic Fusion on a run's exits"),
+        )
+    )
+    for command in (evaluate, fuse):
         command.add_argument("run", metavar="RUN")
         command.add_argument("--data-root", help="folder of packed data sets")
         command.add_argument("--device", default="auto", help="auto, cpu or cuda")
-        if name == "eval":
-            text = "measure accuracy against compute when stopping early"
-            command.add_argument("--early-exit", action="store_true", help=text)
-        if name == "fuse":
-            command.add_argument(
-                "--on",
-                default="train",
-                choices=("train", "augmented", "heldout"),
-                help="images whose logits are fitted",
-            )
+    text = "measure accuracy against compute when stopping early"
+    evaluate.add_argument("--early-exit", action="store_true", help=text)
+    images = ("train", "augmented", "heldout")
+    fuse.add_argument("--on", default="train", choices=images, help="images whose logits are fitted")
+    compare = commands.add_parser("compare", help="compare finished runs, seeds pooled", allow_abbrev=False)
+    compare.add_argument("runs", metavar="RUN", nargs="+")
+    checkpoint = commands.add_parser("checkpoint", help="list or verify a run's checkpoints", allow_abbrev=False)
+    checkpoint.add_argument("action", choices=("list", "verify"))
+    checkpoint.add_argument("run", metavar="RUN")
+
+
+def add_predict_parser(commands: Any) -> None:
     predict = commands.add_parser("predict", help="classify image files with a run", allow_abbrev=False)
     predict.add_argument("run", metavar="RUN")
     predict.add_argument("images", metavar="IMAGE", nargs="+", help="image files, or folders of them")
@@ -84,21 +105,6 @@ def build_parser() -> Parser:
         "--early-exit", type=float, metavar="CONFIDENCE", help="stop at the first block this sure, for example 0.9"
     )
     predict.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    compare = commands.add_parser("compare", help="compare finished runs, seeds pooled", allow_abbrev=False)
-    compare.add_argument("runs", metavar="RUN", nargs="+")
-    checkpoint = commands.add_parser("checkpoint", help="list or verify a run's checkpoints", allow_abbrev=False)
-    checkpoint.add_argument("action", choices=("list", "verify"))
-    checkpoint.add_argument("run", metavar="RUN")
-    from bicovg.bench import add_parser as add_bench_parser
-    from bicovg.data.command import add_parser as add_data_parser
-    from bicovg.records import add_parser as add_record_parser
-    from bicovg.report.command import add_parsers as add_report_parsers
-
-    add_bench_parser(commands)
-    add_record_parser(commands)
-    add_report_parsers(commands)
-    add_data_parser(commands)
-    return parser
 
 
 def seed_number(text: str) -> int:

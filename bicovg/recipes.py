@@ -100,78 +100,59 @@ ABLATION: dict[str, dict[str, object]] = {
 }
 
 
-def _rows(family: str, base: Callable[..., Config], rows: list[Row]) -> None:
+def _register_rows(family: str, base: Callable[..., Config], rows: list[Row]) -> None:
     for suffix, about, changes in rows:
         _register(f"{family}-{suffix}" if suffix else family, about, lambda changes=changes: base(**changes))  # type: ignore[misc]
 
 
-def _fill() -> None:
-    _rows(
-        "digits",
-        digits,
-        [
-            ("", "built-in default, strict BiCovG", {}),
-            ("per-channel", "per-channel goodness, to compare with", ABLATION["per-channel"]),
-            ("hgb2", "ours: units of two blocks", HGB2),
-            ("bp", "ours: end-to-end backprop, same net, one exit", {"scope": "end-to-end"}),
-        ],
-    )
-    shared: list[Row] = [
-        ("per-channel", "ablation: per-channel goodness", ABLATION["per-channel"]),
-        ("cc", "ablation: + cross-channel", ABLATION["cc"]),
-        ("ms", "ablation: + multi-scale", ABLATION["ms"]),
-        ("r4", "ablation: reduction r = 4", {"reduction": 4}),
-        ("r16", "ablation: reduction r = 16", {"reduction": 16}),
-    ]
-    ours = [(suffix, f"ours: {about}", changes) for suffix, about, changes in shared]
-    grouped: Row = (
-        "grouped",
-        "ours: graph cut at group boundaries only, FAL",
-        {"scope": "grouped", "alignment": True},
-    )
-    deep: Row = (
-        "bp-deep",
-        "ours: end-to-end, a loss at every block",
-        {"scope": "end-to-end", "exits": "all"},
-    )
-    ckpt: Row = (
+ABLATION_ROWS: list[Row] = [
+    ("per-channel", "ablation: per-channel goodness", ABLATION["per-channel"]),
+    ("cc", "ablation: + cross-channel", ABLATION["cc"]),
+    ("ms", "ablation: + multi-scale", ABLATION["ms"]),
+    ("r4", "ablation: reduction r = 4", {"reduction": 4}),
+    ("r16", "ablation: reduction r = 16", {"reduction": 16}),
+]
+BASELINE_ROWS: list[Row] = [
+    ("grouped", "ours: graph cut at group boundaries only, FAL", {"scope": "grouped", "alignment": True}),
+    ("bp-deep", "ours: end-to-end, a loss at every block", {"scope": "end-to-end", "exits": "all"}),
+    (
         "bp-checkpointed",
         "ours: end-to-end, one exit, activation checkpointing",
         {"scope": "end-to-end", "checkpointing": True},
-    )
-    _rows(
-        "cifar100",
-        cifar100,
-        [
-            ("bicovg", "main table: BiCovG (no FAL), strict, VGG-8", {}),
-            ("bicovg-fal", "main table: BiCovG + FAL, strict, VGG-8", {"alignment": True}),
-            ("bp", "main table: BP, one exit, VGG-8", {"scope": "end-to-end"}),
-            ("hgb2", "ours: HGB, m = 2", HGB2),
-            ("hgb4", "ours: HGB, m = 4", HGB4),
-            grouped,
-            deep,
-            ckpt,
-            *ours,
-        ],
-    )
-    for family, base in (("tiny-imagenet", tiny_imagenet), ("imagenet100", imagenet100)):
-        efficiency = ", efficiency" if family == "imagenet100" else ""
-        _rows(
-            family,
-            base,
-            [
-                ("bicovg", "main, ablation: BiCovG (no FAL), strict, VGG-16", {}),
-                ("bicovg-fal", f"main{efficiency}: BiCovG + FAL, strict, VGG-16", {"alignment": True}),
-                ("hgb2", f"main{efficiency}: HGB 2x8 (m = 2)", HGB2),
-                ("hgb4", f"main{efficiency}: HGB 4x4 (m = 4)", HGB4),
-                ("bp", "ours: BP on the same 16-block backbone, one exit", {"scope": "end-to-end"}),
-                ("bp-classic", f"main{efficiency}: BP, the standard 13-conv VGG-16", CLASSIC),
-                grouped,
-                deep,
-                ckpt,
-                *shared,
-            ],
-        )
+    ),
+]
+DIGITS_ROWS: list[Row] = [
+    ("", "built-in default, strict BiCovG", {}),
+    ("per-channel", "per-channel goodness, to compare with", ABLATION["per-channel"]),
+    ("hgb2", "ours: units of two blocks", HGB2),
+    ("bp", "ours: end-to-end backprop, same net, one exit", {"scope": "end-to-end"}),
+]
+CIFAR100_ROWS: list[Row] = [
+    ("bicovg", "main table: BiCovG (no FAL), strict, VGG-8", {}),
+    ("bicovg-fal", "main table: BiCovG + FAL, strict, VGG-8", {"alignment": True}),
+    ("bp", "main table: BP, one exit, VGG-8", {"scope": "end-to-end"}),
+    ("hgb2", "ours: HGB, m = 2", HGB2),
+    ("hgb4", "ours: HGB, m = 4", HGB4),
+    *BASELINE_ROWS,
+    *[(suffix, f"ours: {about}", changes) for suffix, about, changes in ABLATION_ROWS],
+]
 
 
-_fill()
+def vgg16_rows(tables: str) -> list[Row]:
+    """The rows of a VGG-16 family; ``tables`` names those that hold BiCovG + FAL, HGB and BP."""
+    return [
+        ("bicovg", "main, ablation: BiCovG (no FAL), strict, VGG-16", {}),
+        ("bicovg-fal", f"{tables}: BiCovG + FAL, strict, VGG-16", {"alignment": True}),
+        ("hgb2", f"{tables}: HGB 2x8 (m = 2)", HGB2),
+        ("hgb4", f"{tables}: HGB 4x4 (m = 4)", HGB4),
+        ("bp", "ours: BP on the same 16-block backbone, one exit", {"scope": "end-to-end"}),
+        ("bp-classic", f"{tables}: BP, the standard 13-conv VGG-16", CLASSIC),
+        *BASELINE_ROWS,
+        *ABLATION_ROWS,
+    ]
+
+
+_register_rows("digits", digits, DIGITS_ROWS)
+_register_rows("cifar100", cifar100, CIFAR100_ROWS)
+_register_rows("tiny-imagenet", tiny_imagenet, vgg16_rows("main"))
+_register_rows("imagenet100", imagenet100, vgg16_rows("main, efficiency"))

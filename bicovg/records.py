@@ -1,8 +1,9 @@
 """Records: one folder per claimed number, made from finished runs and read by tables and figures. No torch.
 
 ``records/NAME/record.json`` holds the settings, and per seed the accuracies, the diagnostics, speed, memory, machine,
-commit and command; ``records/NAME/s<seed>/`` holds that run's ``config.json`` and ``metrics.jsonl``. Every value
-comes from a run's files; what a run lacks is null. Settings and paths that belong to a machine are left out.
+commit and command; ``records/NAME/s<seed>/`` holds that run's ``config.json``, ``metrics.jsonl`` and, where it was
+measured, ``early_exit.json``. Every value comes from a run's files; what a run lacks is null. Settings and paths that
+belong to a machine are left out.
 """
 
 import argparse
@@ -71,6 +72,9 @@ def write_record(runs: list[Path], out: Path, replace: bool = False) -> Record:
             folder.mkdir(parents=True)
             (folder / "config.json").write_text(to_json(portable(config)))
             shutil.copyfile(path / "metrics.jsonl", folder / "metrics.jsonl")
+            if (path / "early_exit.json").exists():  # made by `bicovg eval --early-exit`
+                curve = json.loads((path / "early_exit.json").read_text())
+                (folder / "early_exit.json").write_text(json.dumps(curve) + "\n")
         write_json(draft / "record.json", record)
         read_record(draft)
         if out.exists():

@@ -6,8 +6,8 @@
 Two families of nets: VGG-8 at a quarter of its width on CIFAR-shaped noise, and nets of constant width with 4, 8 and
 16 blocks, which show how memory goes with depth. ``saved_mb`` is what autograd keeps for the backward pass at its
 peak (of a checkpointed net without the one block that is being computed again); ``resident_mb`` is how much the
-process grew over what it held before the first step, at its peak. Other work on the machine slows the steps: the load
-average before the start is written down.
+process grew over what it held before the first step, at its peak. Other work on the machine slows the steps; the load
+average before the start is written down, and ``cpu_seconds_per_step`` (of all threads) depends on it little.
 """
 
 import argparse
@@ -66,18 +66,20 @@ def measure(family: str, scope: str, schedule: str, steps: int, repeats: int) ->
     grown = peak_memory(CPU) - before
     with track_saved_bytes(exclude=net) as saved:
         step()
-    speeds = []
+    speeds, costs = [], []
     for _ in range(repeats):
-        begun = time.perf_counter()
+        begun, busy = time.perf_counter(), time.process_time()
         for _ in range(steps):
             step()
         speeds.append(steps / (time.perf_counter() - begun))
+        costs.append((time.process_time() - busy) / steps)
     return {
         "family": family,
         "scope": scope,
         "schedule": schedule,
         "steps_per_second": round(statistics.median(speeds), 3),
         "all_blocks": [round(speed, 3) for speed in speeds],
+        "cpu_seconds_per_step": round(statistics.median(costs), 4),
         "saved_mb": round(saved.peak / 1e6, 3),
         "resident_mb": round(grown / 1e6, 1),
     }
@@ -102,13 +104,14 @@ def main() -> None:
         print(json.dumps(measure(*args.case, args.steps, args.repeats)))
         return
     load, rows = os.getloadavg()[0], []
-    print(f"{'net':9}{'scope':25}{'schedule':13}{'steps/s':>8}{'saved MB':>10}{'resident MB':>13}")
+    print(f"{'net':9}{'scope':25}{'schedule':13}{'steps/s':>8}{'CPU s/step':>12}{'saved MB':>10}{'resident MB':>13}")
     for family, cases in CASES.items():
         for scope, schedule in cases:
             row = measure_apart((family, scope, schedule), args)
             rows.append(row)
             print(
-                f"{family:9}{scope:25}{schedule:13}{row['steps_per_second']:8.2f}{row['saved_mb']:10.1f}"
+                f"{family:9}{scope:25}{schedule:13}{row['steps_per_second']:8.2f}"
+                f"{row['cpu_seconds_per_step']:12.3f}{row['saved_mb']:10.1f}"
                 f"{row['resident_mb']:13.1f}",
                 flush=True,
             )

@@ -23,6 +23,7 @@ def memory_folder():
 @pytest.fixture(scope="session")
 def nursery():
     logs = tempfile.mkdtemp(prefix="bicovg-faults-", dir=memory_folder())
+    os.chmod(logs, 0o755)  # the working folder of trials that become an ordinary user
     made = Nursery(logs)
     yield made
     made.close()

@@ -41,7 +41,11 @@ class Nursery:
 
     def __init__(self, logs):
         self.logs, self.count = Path(logs), 0
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1]), "GIT_DIR": os.devnull}
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{HERE.parents[1]}:{HERE.parent}",
+            "GIT_DIR": os.devnull,
+        }
         with open(self.logs / "nursery.log", "w") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-W", "error", str(HERE / "nursery.py"), str(logs)],

@@ -94,3 +94,34 @@ def kill_in_save(root, save, operation, when, share=0.0):
             return result
 
     Killer(root).begin()
+
+
+def plant_value(site, block, value, at):
+    """At step ``at``, put ``value`` (nan or inf) where planting.py says, or into the block's optimizer state."""
+    from planting import plant
+
+    from bicovg.engine import EagerEngine
+
+    plain = EagerEngine.train_batch
+
+    def train_batch(self, batch, step):
+        if step != at:
+            return plain(self, batch, step)
+        if site == "optimizer state":
+            part = next(b for unit in self.net.units for b in unit.blocks if b.index == block)
+            state = next(o.state[part.conv.weight] for o in self.optimizers if part.conv.weight in o.state)
+            next(tensor for tensor in state.values() if tensor.dim()).view(-1)[0] = float(value)
+            return plain(self, batch, step)
+        _, undo = plant(self.net, site, block, float(value))
+        losses = plain(self, batch, step)
+        undo()
+        return losses
+
+    EagerEngine.train_batch = train_batch
+
+
+def limit_file_size(size):
+    """No file of this process may grow beyond ``size`` bytes: the kernel refuses the write (EFBIG)."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))

@@ -1,0 +1,138 @@
+"""The run folder: written whole, restored to a checkpoint's moment, and refused in one sentence when damaged."""
+
+import json
+import os
+
+import pytest
+
+from bicovg.config import Config, to_json
+from bicovg.errors import StorageError, UserError
+from bicovg.runlog import RunLog, new_run_folder, read_config, read_data, read_lines, read_summary, write_json
+
+SUMMARY = {
+    "recipe": "digits",
+    "seed": 0,
+    "scope": "strict",
+    "exit_blocks": [0, 1],
+    "test": {"exits": {"top1": [1.0, 2.0]}, "last": {}, "mean": {}},
+    "fusion": {"train": None, "heldout": None},
+}
+
+
+def make_run(folder):
+    (folder / "config.json").write_text(to_json(Config()))
+    return folder
+
+
+def test_restoring_cuts_every_line_file_to_the_checkpoint(tmp_path):
+    log = RunLog(tmp_path)
+    for epoch in range(3):
+        log.append("metrics.jsonl", {"epoch": epoch})
+        log.append("timing.jsonl", {"epoch": epoch, "seconds": 1.0})
+        log.append("events.jsonl", {"step": 10 * epoch})
+    kept = log.metrics()
+    log.append("metrics.jsonl", {"epoch": 3})
+    log.append("timing.jsonl", {"epoch": 3})
+    log.append("events.jsonl", {"step": 30})
+    log.restore(kept, epoch=3, step=30)
+    assert log.metrics() == kept
+    assert [record["epoch"] for record in read_lines(tmp_path, "timing.jsonl")] == [0, 1, 2]
+    assert [record["step"] for record in read_lines(tmp_path, "events.jsonl")] == [0, 10, 20]
+
+
+def test_restoring_mends_a_torn_or_shortened_metrics_file(tmp_path):
+    log = RunLog(tmp_path)
+    whole = b'{"epoch": 0}\n{"epoch": 1}\n'
+    for damaged in (b"", b'{"epoch": 0}\n{"epo', b'{"epoch": 0}\n\0\0\0\0'):
+        (tmp_path / "metrics.jsonl").write_bytes(damaged)
+        log.restore(whole, epoch=2, step=8)
+        assert log.metrics() == whole
+
+
+def test_restoring_drops_timing_lines_that_nobody_can_read(tmp_path):
+    (tmp_path / "timing.jsonl").write_bytes(b'rubbish\n{"epoch": 0}\n[]\n{"epoch": "x"}\n{"epoch": 5}\n{"epo')
+    RunLog(tmp_path).restore(b"", epoch=5, step=8)
+    assert read_lines(tmp_path, "timing.jsonl") == [{"epoch": 0}]
+
+
+def test_a_torn_last_line_is_left_out_and_a_bad_one_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 0}\n{"epo')
+    assert read_lines(tmp_path, "metrics.jsonl") == [{"epoch": 0}]
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 0}\nrubbish\n{"epoch": 2}\n')
+    with pytest.raises(UserError, match=r"line 2 of .*metrics.jsonl"):
+        read_lines(tmp_path, "metrics.jsonl")
+    assert read_lines(tmp_path, "none.jsonl") == []
+
+
+def test_a_run_folder_is_new_and_complete_from_the_start(tmp_path):
+    run = new_run_folder(Config(seed=3), str(tmp_path / "a" / "b"))
+    assert read_config(run) == Config(seed=3)
+    with pytest.raises(UserError, match=r"exists: choose another folder, or continue it with --resume"):
+        new_run_folder(Config(), str(run))
+
+
+def test_a_file_where_the_run_folder_should_be_is_a_storage_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="choose a writable folder"):
+        new_run_folder(Config(), str(tmp_path / "file" / "run"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "is not a run folder"),
+        (b"{", "is not valid JSON"),
+        (b"\xff\xfe", "is not text"),
+        (b"[]", "must be an object"),
+        (b"{}", "field recipe is missing"),
+    ],
+)
+def test_a_damaged_config_is_one_sentence(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_config(tmp_path)
+
+
+def test_a_config_that_is_a_pipe_does_not_hang(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(UserError, match="not a plain file"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s.pop("fusion"),
+        lambda s: s.update(exit_blocks=None),
+        lambda s: s["test"].update(exits={"top1": [1.0]}),
+        lambda s: s.update(test=[]),
+        lambda s: s.pop("scope"),
+    ],
+)
+def test_an_incomplete_summary_says_how_to_make_it_anew(tmp_path, change):
+    summary = json.loads(json.dumps(SUMMARY))
+    write_json(make_run(tmp_path) / "summary.json", summary)
+    assert read_summary(tmp_path) == summary
+    change(summary)
+    write_json(tmp_path / "summary.json", summary)
+    with pytest.raises(UserError, match=r"is incomplete: make it anew with `bicovg eval"):
+        read_summary(tmp_path)
+
+
+def test_an_unfinished_run_says_how_to_finish_it(tmp_path):
+    with pytest.raises(UserError, match="continue it with train --resume"):
+        read_summary(make_run(tmp_path))
+    (tmp_path / "summary.json").write_text("[1, 2")
+    with pytest.raises(UserError, match="is not valid JSON"):
+        read_summary(tmp_path)
+
+
+def test_data_that_does_not_fit_the_config_is_refused(tmp_path):
+    good = {"classes": [str(k) for k in range(10)], "mean": [0.5], "std": [0.2]}
+    write_json(tmp_path / "data.json", good)
+    assert read_data(tmp_path, Config()) == (good["classes"], [0.5], [0.2])
+    for change in ({"classes": ["a"]}, {"mean": "x"}, {"std": [0.0]}, {"std": [0.1, 0.1, 0.1]}):
+        write_json(tmp_path / "data.json", good | change)
+        with pytest.raises(UserError, match=r"does not fit config\.json"):
+            read_data(tmp_path, Config())

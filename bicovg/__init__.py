@@ -32,7 +32,7 @@ _HOMES = {
     "mean_gain": "diagnostics",
     "effective_layers": "diagnostics",
     "load": "export",
-    "localize": "localize",
+    "localize": "localization",
 }
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from bicovg.fusion import LogisticFusion
     from bicovg.goodness import BiCovG, Readout, cross_channel_energy, spatial_energy
     from bicovg.layers import FeatureAlignment, RMSNorm, RMSPool, rms_norm, rms_pool
-    from bicovg.localize import localize
+    from bicovg.localization import localize
     from bicovg.networks import LocalNetwork, local_network, vgg8, vgg16, vgg16_classic
     from bicovg.step import local_step
 

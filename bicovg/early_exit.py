@@ -11,7 +11,7 @@ Legend: E exits, N images, K classes.
 
 import copy
 import math
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from typing import Any
 
 import torch
@@ -33,26 +33,30 @@ THRESHOLDS = 120  # of a curve, at most
 
 
 def walk_exits(
-    net: LocalNetwork, images: Float[Tensor, "b c h w"]
+    net: LocalNetwork, images: Float[Tensor, "b c h w"], only: Collection[int] | None = None
 ) -> Generator[Float[Tensor, "b k"], Bool[Tensor, " b"] | None, None]:
     """The logits of one exit after the other, each computed only when it is asked for.
 
     Send a mask to go on with those samples alone.
+
+    Args:
+        only: positions of the exits that are wanted; goodness and readout of the others are not computed.
     """
-    x, left = net.prepare(images), len(net.exits)
+    wanted = [place for place in range(len(net.exits)) if only is None or place in only]
+    x, place = net.prepare(images), -1
     for unit in net.units:
         if not isinstance(unit, Unit):
+            assert len(net.exits) == 1, "only units of blocks can be left between two exits"
             _, logits = unit(x, None, False)
-            assert left == len(logits) == 1, "only units of blocks can be left between two exits"
             yield logits[0]
             return
         for block in unit.blocks:
             assert isinstance(block, Block)
             f = block.features(x)
-            if block.goodness is not None:
-                left -= 1
+            place += block.goodness is not None
+            if block.goodness is not None and place in wanted:
                 keep = yield block.judge(f)
-                if left == 0:
+                if place == wanted[-1]:
                     return
                 f = f if keep is None else f[keep]
             x = block.emit(f, None)

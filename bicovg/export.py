@@ -65,12 +65,9 @@ class Predictor(nn.Module):
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b k"]:
         x = (images - self.mean) / self.std
-        total: Tensor | None = None
-        for weight, logits in zip(self.weights, walk_exits(self.net, x), strict=True):
-            if weight:
-                total = weight * logits if total is None else total + weight * logits
-        assert total is not None
-        return total
+        used = [place for place, weight in enumerate(self.weights) if weight]
+        parts = [self.weights[p] * z for p, z in zip(used, walk_exits(self.net, x, used), strict=True)]
+        return torch.stack(parts).sum(dim=0)
 
 
 def cut_network(net: LocalNetwork, exits: int) -> LocalNetwork:
@@ -158,7 +155,7 @@ def load(path: str | Path) -> Predictor:
     if found.get("library") != "bicovg" or found.get("format_version") != FORMAT_VERSION:
         raise UserError(f"{folder / 'config.json'} is not of an export of version {FORMAT_VERSION}: {repair}")
     try:
-        config = from_json(json.dumps(found["config"]), str(folder / "config.json"))
+        config = from_json(json.dumps(add_defaults(found["config"])), str(folder / "config.json"))
         data = config.data
         with torch.device("meta"):
             net = build_network(config.model, data.num_classes, data.image_channels)
@@ -172,19 +169,33 @@ def load(path: str | Path) -> Predictor:
     return predictor.requires_grad_(False)
 
 
+def add_defaults(tree: dict[str, Any]) -> dict[str, Any]:
+    """A stored configuration with the settings that came after it at their defaults, so that old exports load."""
+
+    def merge(default: Any, stored: Any) -> Any:
+        if not isinstance(default, dict) or not isinstance(stored, dict):
+            return stored
+        return {**default, **{name: merge(default.get(name), value) for name, value in stored.items()}}
+
+    merged: dict[str, Any] = merge(asdict(Config()), tree)
+    return merged
+
+
 def write_formats(predictor: Predictor, config: Config, folder: Path, formats: Sequence[str]) -> dict[str, Any]:
     """torch.export and ONNX files, each compared with PyTorch; a difference too large is an error."""
-    from bicovg.export_graph import open_onnx, open_torch, write_onnx, write_torch
+    from bicovg.export_graph import open_onnx, open_torch, trace, write_onnx, write_torch
 
     images, kinds = sample_images(config)
     checks: dict[str, Any] = {"images": kinds, "largest_difference": {}}
     batches = [batch for size in CHECKED_BATCHES for batch in torch.split(images, size)]
     with torch.no_grad():
         expected = [predictor(batch).numpy() for batch in batches]
-    for name, write, open_file in (("torch", write_torch, open_torch), ("onnx", write_onnx, open_onnx)):
-        if name not in formats:
-            continue
-        run = open_file(write(predictor, images[:2], folder))
+    writers = {"torch": (write_torch, open_torch), "onnx": (write_onnx, open_onnx)}
+    wanted = {name: pair for name, pair in writers.items() if name in formats}
+    program = trace(predictor, images[:2]) if wanted else None
+    for name, (write, open_file) in wanted.items():
+        assert program is not None
+        run = open_file(write(program, folder))
         results = [run(batch) for batch in batches]
         gap = max(float(np.abs(a - b).max()) for a, b in zip(results, expected, strict=True))
         if not all(np.allclose(a, b, TOLERANCE, TOLERANCE) for a, b in zip(results, expected, strict=True)):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from bicovg.errors import UserError
 
@@ -32,11 +33,17 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def write_torch(module: nn.Module, example: Tensor, folder: Path) -> Path:
+def trace(module: nn.Module, example: Tensor) -> ExportedProgram:
+    """The module as a graph for any batch size; both formats are written from it."""
+    with quiet(), torch.no_grad():
+        return torch.export.export(module, (example,), dynamic_shapes=ANY_BATCH)
+
+
+def write_torch(program: ExportedProgram, folder: Path) -> Path:
     """``model.pt2``."""
     path = folder / "model.pt2"
-    with quiet(), torch.no_grad():
-        torch.export.save(torch.export.export(module, (example,), dynamic_shapes=ANY_BATCH), path)
+    with quiet():
+        torch.export.save(program, path)
     return path
 
 
@@ -52,7 +59,7 @@ def open_torch(path: Path) -> Run:
     return run
 
 
-def write_onnx(module: nn.Module, example: Tensor, folder: Path) -> Path:
+def write_onnx(program: ExportedProgram, folder: Path) -> Path:
     """``model.onnx``: input ``images``, output ``logits``."""
     try:
         import onnxruntime  # noqa: F401
@@ -61,16 +68,16 @@ def write_onnx(module: nn.Module, example: Tensor, folder: Path) -> Path:
         raise UserError("ONNX needs pip install 'bicovg[export]'; or leave it out with --format hub,torch") from None
     path = folder / "model.onnx"
     with quiet(), torch.no_grad():
-        program: Any = torch.onnx.export(
-            module,
-            (example,),
+        made: Any = torch.onnx.export(
+            program,
+            (),
             dynamo=True,
             dynamic_shapes=ANY_BATCH,
             input_names=["images"],
             output_names=["logits"],
             verbose=False,
         )
-        program.save(str(path), external_data=False)
+        made.save(str(path), external_data=False)
     return path
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from bicovg.config import from_json
 from bicovg.errors import UserError
 from bicovg.roofline import trace_layers
+from bicovg.runlog import read_json, read_summary
 
 Json = dict[str, Any]
 
@@ -26,6 +27,7 @@ class RunData:
         exits: block index of every exit.
         summary: None while the run goes on.
         analysis: confusion matrix and mistakes, see ``bicovg.report.analysis``; None where not made.
+        recorded: the folder is a seed's of a record (see ``bicovg.records``): no weights, no analysis to be had.
     """
 
     path: Path
@@ -38,6 +40,7 @@ class RunData:
     summary: Json | None
     analysis: Json | None
     early_exit: Json | None
+    recorded: bool = False
 
     @property
     def epochs(self) -> int:
@@ -63,23 +66,26 @@ def read_run(path: Path) -> RunData:
     """Everything a run folder holds; refuses what is no run folder or is damaged, in one sentence."""
     if not path.exists():
         raise UserError(f"{path} does not exist: give a run folder")
-    config = _read_json(path / "config.json")
+    config = _read_json(path / "config.json", ("data", "model", "train"))
     if config is None:
         raise UserError(f"{path} is not a run folder: it has no config.json")
-    if not all(isinstance(config.get(part), dict) for part in ("data", "model", "train")):
-        raise UserError(f"{path / 'config.json'} is not a run's configuration: restore it or give another folder")
-    metrics, summary = _read_jsonl(path / "metrics.jsonl"), _read_json(path / "summary.json")
+    metrics = _read_jsonl(path / "metrics.jsonl", ("epoch", "lr", "loss"))
+    summary = read_summary(path) if (path / "summary.json").exists() else None
+    entry = _record_entry(path, config) if summary is None else None
+    summary = entry["summary"] if entry else summary
     return RunData(
         path=path,
-        label=f"{config.get('recipe', path.name)}, seed {config.get('seed', '?')}",
+        label=f"{entry['name'] if entry else config.get('recipe', path.name)}, seed {config.get('seed', '?')}",
         config=config,
-        env=_read_json(path / "env.json") or {},
+        env=_read_json(path / "env.json") or (entry["env"] if entry else {}),
         metrics=metrics,
-        timing=_read_jsonl(path / "timing.jsonl"),
+        timing=_read_jsonl(path / "timing.jsonl", ("epoch", "images_per_second", "peak_memory_bytes")),
         exits=_find_exits(config, metrics, summary),
         summary=summary,
-        analysis=_read_json(path / "analysis.json"),
-        early_exit=_read_json(path / "early_exit.json"),
+        analysis=_read_json(path / "analysis.json", ("head", "classes", "confusion", "class_top1", "mistakes")),
+        early_exit=_read_json(path / "early_exit.json", ("rules", "calibrated_on", "measured_on"))
+        or (entry["early_exit"] if entry else None),
+        recorded=entry is not None,
     )
 
 
@@ -98,6 +104,27 @@ def read_runs(paths: Sequence[Path]) -> list[RunData]:
     return runs
 
 
+def _record_entry(path: Path, config: Json) -> Json | None:
+    """What the record one folder up says of this seed, in a summary's form; None where there is no record."""
+    record = _read_json(path.parent / "record.json")
+    entry = next((run for run in (record or {}).get("runs", []) if run.get("seed") == config.get("seed")), None)
+    if record is None or entry is None:
+        return None
+    names = ("exits", "last", "best_test_chosen", "best_heldout_chosen", "mean")
+    return {
+        "name": record["name"],
+        "summary": {
+            **{name: record[name] for name in ("recipe", "scope", "data", "epochs", "exit_blocks", "parameters")},
+            "seed": entry["seed"],
+            "test": {name: entry[name] for name in names},
+            "fusion": entry["fusion"],
+            "wall_seconds": entry["wall_seconds"] or 0.0,
+        },
+        "env": {name: entry[name] for name in ("device", "gpu", "torch", "cuda", "python", "commit", "command")},
+        "early_exit": entry.get("early_exit"),
+    }
+
+
 def _find_exits(config: Json, metrics: Sequence[Json], summary: Json | None) -> list[int]:
     """Block indices of the exits: from the summary, or from the layer tables, or simply counted."""
     if summary is not None:
@@ -110,33 +137,31 @@ def _find_exits(config: Json, metrics: Sequence[Json], summary: Json | None) -> 
     return exits if count in (None, len(exits)) else list(range(count))
 
 
-def _read_json(path: Path) -> Json | None:
-    """A JSON object, or None where there is no such file."""
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
+def _read_json(path: Path, needed: Sequence[str] = ()) -> Json | None:
+    """A JSON object with the ``needed`` fields, or None where there is no such file."""
+    if not path.exists():
         return None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError:
-        raise UserError(f"{path} is not valid JSON: restore it or make the run anew") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object: restore it or make the run anew")
-    return value
+    repair = "restore it or make the run anew"
+    found = read_json(path, repair)
+    missing = [name for name in needed if name not in found]
+    if missing:
+        raise UserError(f"{path} lacks the field {missing[0]!r}: {repair}")
+    return found
 
 
-def _read_jsonl(path: Path) -> list[Json]:
-    """The records of a line file; a torn last line is left out."""
+def _read_jsonl(path: Path, needed: Sequence[str]) -> list[Json]:
+    """The records of a line file, each with the ``needed`` fields; a torn last line is left out."""
     try:
         lines = path.read_text().splitlines(keepends=True)
+        records = [json.loads(line) for line in lines if line.endswith("\n")]
     except FileNotFoundError:
         return []
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
-    try:
-        return [json.loads(line) for line in lines if line.endswith("\n")]
-    except ValueError:
-        raise UserError(f"{path} has a line that is not valid JSON: restore it or make the run anew") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path} ({error}): restore it or make the run anew") from None
+    for number, record in enumerate(records, 1):
+        if not isinstance(record, dict) or not all(name in record for name in needed):
+            raise UserError(f"{path} line {number} is no epoch's record: restore it or make the run anew")
+    return records
 
 
 def flatten(tree: Json, prefix: str = "") -> dict[str, Any]:

@@ -14,6 +14,7 @@ def add_parsers(commands: Any) -> None:
     report.add_argument("--figures", metavar="DIR", help="write every plot as a file of its own, and no page")
     report.add_argument("--format", default="svg,pdf,png", help="formats of the figures (default svg,pdf,png)")
     report.add_argument("--no-images", action="store_true", help="leave out what needs the test images")
+    report.add_argument("--tables", action="store_true", help="make the tables of README and docs anew from records/")
     report.add_argument("--tensorboard", metavar="DIR", help="write event files for TensorBoard, and no page")
     report.add_argument("--data-root", help="folder of packed data sets")
     report.add_argument("--device", default="auto", help="auto, cpu or cuda")
@@ -39,6 +40,8 @@ def report(args: argparse.Namespace) -> int:
     from bicovg.report.figures import write_figures
     from bicovg.report.page import write_page
 
+    if args.tables:
+        return write_tables(args)
     if not args.runs:
         raise UserError("report needs a run folder: bicovg report RUN...")
     paths = [Path(path) for path in args.runs]
@@ -48,7 +51,7 @@ def report(args: argparse.Namespace) -> int:
                 f"{run.path} is unfinished ({len(run.metrics)} of {run.epochs} epochs): look at it with "
                 f"`bicovg watch {run.path}`, or finish it with `bicovg train --resume {run.path}`"
             )
-        if run.analysis is None and not args.no_images:
+        if run.analysis is None and not run.recorded and not args.no_images:
             analyse_run(run.path, args)
     if args.tensorboard:
         return write_events(paths, Path(args.tensorboard))
@@ -58,6 +61,19 @@ def report(args: argparse.Namespace) -> int:
         return 0
     default = paths[0] / "report.html" if len(paths) == 1 else Path("report.html")
     print(f"written: {write_page(paths, Path(args.out) if args.out else default)}")
+    return 0
+
+
+def write_tables(args: argparse.Namespace) -> int:
+    """Tables of the checkout in the current folder."""
+    from bicovg.report.tables import marked_files, update_tables
+
+    if args.runs:
+        raise UserError(f"--tables reads records/, not {args.runs[0]}: make a record of it with `bicovg record`")
+    if not marked_files():
+        raise UserError("no README.md or docs/*.md with a table is here: run it in the checkout")
+    changed = update_tables()
+    print("\n".join(f"changed: {path}" for path in changed) or "every table is as its records say")
     return 0
 
 

@@ -81,6 +81,9 @@ class Stage(Block):
         f: Tensor = self.body(x if self.alignment is None else self.alignment(x))
         return f
 
+    def features(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d p q"]:
+        return self.convolve(x)
+
     def activate(self, y: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
         return y
 

@@ -3,8 +3,10 @@
     python benchmarks/pack.py --from SHARDS --train-shards 1     (parquet shards as in docs/data.md)
     python benchmarks/pack.py                                    (a synthetic set of JPEGs)
 
-Decoding alone means: open, decode, convert to RGB. Packing adds reading the shards, copying the pixels
-out of Pillow, per-channel sums, hashing, writing and fsync. Runs alternate; medians of ``--repeats`` are given.
+Decoding alone means: open, decode, convert to RGB, from bytes in memory. Packing adds reading the shards, copying
+the pixels out of Pillow, per-channel sums, hashing, writing and fsync. The process is bound to 1 and then to 2
+cores; the two alternate, and of ``--attempts`` pairs the ``--repeats`` during which other processes used the
+machine least are kept: what they used is in the result. Medians are given.
 """
 
 import argparse
@@ -19,18 +21,21 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
-import PIL
 import pyarrow
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bicovg.data.sources import Source, open_source  # noqa: E402
+from bicovg.data.sources import open_source  # noqa: E402
 from bicovg.data.store import pack  # noqa: E402
 
 
@@ -65,54 +70,86 @@ def decode_all(images: list[bytes]) -> None:
         Image.open(io.BytesIO(data)).convert("RGB")
 
 
-def time_pillow(images: list[bytes], threads: int) -> float:
-    """Images per second of Pillow alone, the list shared out over ``threads`` threads."""
+def run_pillow(images: list[bytes], threads: int) -> None:
+    """Pillow alone, the list shared out over ``threads`` threads."""
     workers = [threading.Thread(target=decode_all, args=(images[i::threads],)) for i in range(threads)]
-    start = time.perf_counter()
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    return len(images) / (time.perf_counter() - start)
 
 
-def time_pack(source: Source, root: Path, size: int, jobs: int) -> float:
-    """Images per second of a complete pack, from reading the first shard to the rename."""
-    start = time.perf_counter()
-    pack(source, root, "bench", size=size, jobs=jobs, force=True)
-    return sum(source.counts.values()) / (time.perf_counter() - start)
+@dataclass(frozen=True)
+class Timing:
+    """Seconds by the clock, seconds of processor time over all threads, and cores that other processes kept busy."""
+
+    wall: float
+    cpu: float
+    others: float
+
+
+def busy_seconds() -> float:
+    """Processor seconds used on this machine since it started, waiting for disks not counted."""
+    fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def clock(work: Callable[[], object]) -> Timing:
+    wall, cpu, busy = time.perf_counter(), time.process_time(), busy_seconds()
+    work()
+    wall, cpu, busy = time.perf_counter() - wall, time.process_time() - cpu, busy_seconds() - busy
+    return Timing(wall, cpu, max(0.0, busy - cpu) / wall)
+
+
+def measure(folder: Path, scratch: Path, size: int, repeats: int, attempts: int) -> dict[str, object]:
+    """Both, one after the other, on one and on two cores, to which the process is bound."""
+    source = open_source(folder)
+    images = [sample.image for split in source.counts for sample in source.samples(split)]
+    encoded = [image for image in images if isinstance(image, bytes)]
+    allowed = sorted(os.sched_getaffinity(0))
+    results: dict[str, object] = {"images": len(encoded), "size": size, "attempts": attempts, "repeats": repeats}
+    for cores in (1, 2):
+        if cores > len(allowed):
+            continue
+        os.sched_setaffinity(0, allowed[:cores])
+        decode = partial(run_pillow, encoded, cores)
+        store = partial(pack, source, scratch, "bench", size=size, jobs=cores, force=True)
+        pairs = [(clock(decode), clock(store)) for _ in range(attempts)]
+        pairs.sort(key=lambda pair: pair[0].others + pair[1].others)
+        results[f"cores_{cores}"] = summarise(pairs[:repeats], len(encoded))
+    os.sched_setaffinity(0, allowed)
+    return results
+
+
+def summarise(pairs: list[tuple[Timing, Timing]], images: int) -> dict[str, object]:
+    """Medians over the pairs; a ratio is that of neighbouring runs, so that a busy minute weighs on both."""
+    summary: dict[str, object] = {}
+    for name, runs in zip(("pillow", "pack"), zip(*pairs, strict=True), strict=True):
+        rates = [images / run.wall for run in runs]
+        summary[f"{name}_images_per_second"] = round(statistics.median(rates))
+        summary[f"{name}_all_runs"] = [round(rate) for rate in rates]
+        summary[f"{name}_cpu_us_per_image"] = round(1e6 * statistics.median(run.cpu for run in runs) / images, 1)
+        summary[f"{name}_cores_used_by_others"] = [round(run.others, 2) for run in runs]
+    by_clock = [alone.wall / packed.wall for alone, packed in pairs]
+    by_cpu = [alone.cpu / packed.cpu for alone, packed in pairs]
+    summary["pack_over_pillow"] = round(statistics.median(by_clock), 3)
+    summary["pack_over_pillow_by_cpu_time"] = round(statistics.median(by_cpu), 3)
+    return summary
 
 
 def describe_run() -> dict[str, object]:
     git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    versions = {
-        "python": platform.python_version(),
-        "pillow": PIL.__version__,
-        "pyarrow": pyarrow.__version__,
-    }
+    packages = ("pillow", "pyarrow", "numpy", "torch")
+    versions = {"python": platform.python_version()} | {name: metadata.version(name) for name in packages}
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit or None,
         "command": "python benchmarks/pack.py " + " ".join(Path(word).name for word in sys.argv[1:]),
-        "versions": versions | {"numpy": np.__version__},
+        "versions": versions,
         "cores": os.cpu_count(),
         "machine": platform.machine(),
     }
-
-
-def measure(folder: Path, scratch: Path, size: int, repeats: int) -> dict[str, object]:
-    source = open_source(folder)
-    images = [sample.image for split in source.counts for sample in source.samples(split)]
-    encoded = [image for image in images if isinstance(image, bytes)]
-    rates: dict[str, list[float]] = {}
-    for _ in range(repeats):
-        for jobs in (1, 2):
-            rates.setdefault(f"pillow_{jobs}", []).append(time_pillow(encoded, jobs))
-            rates.setdefault(f"pack_{jobs}", []).append(time_pack(source, scratch, size, jobs))
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    shares = {f"pack_over_pillow_{jobs}": medians[f"pack_{jobs}"] / medians[f"pillow_{jobs}"] for jobs in (1, 2)}
-    return {"images": len(encoded), "size": size, "images_per_second": medians, "all_runs": rates, **shares}
 
 
 def main() -> None:
@@ -120,9 +157,12 @@ def main() -> None:
     parser.add_argument("--from", dest="source", type=Path, help="folder of parquet shards (default: synthetic)")
     parser.add_argument("--train-shards", type=int, default=1)
     parser.add_argument("--size", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "pack.json")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--attempts", type=int, default=5, help="pairs to run; raise it on a shared machine")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/pack-cpu<cores>-torch<version>.json")
     args = parser.parse_args()
+    torch = ".".join(metadata.version("torch").split(".")[:2])
+    out = args.out or ROOT / "benchmarks" / "results" / f"pack-cpu{os.cpu_count()}-torch{torch}.json"
     scratch = Path(tempfile.mkdtemp(prefix="bicovg-pack-"))
     try:
         (scratch / "shards").mkdir()
@@ -131,12 +171,13 @@ def main() -> None:
         else:
             link_shards(args.source, scratch / "shards", args.train_shards)
         data = args.source.name if args.source else "synthetic JPEGs"
-        result = describe_run() | {"data": data} | measure(scratch / "shards", scratch, args.size, args.repeats)
+        result = describe_run() | {"data": data}
+        result |= measure(scratch / "shards", scratch, args.size, args.repeats, max(args.attempts, args.repeats))
     finally:
         shutil.rmtree(scratch)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(result["images_per_second"], indent=1))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(out.read_text())
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def _read_labels(path: Path) -> np.ndarray:
 def _read_samples(shards: list[Path]) -> Iterator[Sample]:
     for path in shards:
         shard, image_column, label_column = _open_shard(path)
-        row = 0
+        name, row = path.name, 0
         columns = [f"{image_column}.bytes", label_column]
         batches = shard.iter_batches(_ROWS, columns=columns, use_threads=False)
         while True:
@@ -99,7 +99,7 @@ def _read_samples(shards: list[Path]) -> Iterator[Sample]:
                 break
             images = batch.column(image_column).field("bytes").to_pylist()
             for image, label in zip(images, batch.column(label_column).to_pylist(), strict=True):
-                yield Sample(f"{path.name}[{row}]", image or b"", label)
+                yield Sample(f"{name}[{row}]", image or b"", label)
                 row += 1
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from bicovg.data.decode import MAX_BYTES, decode_to_rgb, fit_pixels, read_header
 from bicovg.data.sources_sample import Sample
 
-_CHUNK_BYTES = 1 << 20  # decoded bytes a task aims at: many small images, or a few large ones
+_CHUNK_BYTES = 1 << 21  # decoded bytes a task aims at: many small images, or a few large ones
 _ROW = 3 * 1024
 _ROWS = 64  # 64 * 255 fits 16 bits, and 64 rows fit the cache
 _PART = _ROW << 16  # 2^16 * 255^2 fits 32 bits
@@ -32,8 +32,8 @@ def _sum_pixels(rows: np.ndarray) -> tuple[list[int], list[int]]:
         columns[1] += (values >> 8).sum(axis=0, dtype=np.uint16).astype(np.uint32) << 8
         values &= 255
         columns[1] += values.sum(axis=0, dtype=np.uint16)
-    sums, squares = columns.reshape(2, -1, 3).sum(axis=1, dtype=np.uint64).tolist()
-    return sums, squares
+    totals = [columns[:, channel::3].sum(axis=1, dtype=np.uint64).tolist() for channel in range(3)]
+    return [total[0] for total in totals], [total[1] for total in totals]
 
 
 class ChannelSums:
@@ -51,7 +51,8 @@ class ChannelSums:
             part = pixels[start : start + _PART]
             whole = len(part) // _ROW * _ROW
             for rows in (part[:whole].reshape(-1, _ROW), part[whole:].reshape(1, -1)):
-                self._add(rows.size // 3, *_sum_pixels(rows))
+                if rows.size:
+                    self._add(rows.size // 3, *_sum_pixels(rows))
 
     def add(self, other: "ChannelSums") -> None:
         self._add(other.count, other.sums, other.squares)

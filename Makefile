@@ -27,9 +27,9 @@ types: $(VENV)/.dev
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest -q --durations=10
 
-# Every fault as often as the full counts say; `make test` tries a share of them.
+# Every fault as often as the full counts say, with a dated table in records/faults; `make test` tries a share of them.
 faults: $(VENV)/.dev
-	BICOVG_FULL_COUNTS=1 $(BIN)/python -m pytest -q tests/faults
+	$(BIN)/python tests/faults/run.py
 
 bench-cpu: $(VENV)/.dev
 	$(BIN)/python benchmarks/step_cpu.py

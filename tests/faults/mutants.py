@@ -1,6 +1,6 @@
 """Ways to break the save path on purpose, as edits of the source: the suite must notice each of them.
 
-(label, file, what stands there, what the mutant has instead, tests of which at least one must fail)
+(label, file, what stands there, what the mutant has instead, the test that must fail, what it must complain of)
 """
 
 POWER_LOSS = "tests/faults/test_save_path.py::test_a_power_loss_after_any_operation_leaves_the_last_saved_checkpoint"
@@ -24,6 +24,7 @@ MUTANTS = [
     write_synced(final / MANIFEST, make_manifest(files))
 """,
         POWER_LOSS,
+        "is torn",
     ),
     (
         "skip the checksum",
@@ -33,6 +34,7 @@ MUTANTS = [
         """    if not digest:
 """,
         FLIPS,
+        "of model.safetensors",
     ),
     (
         "delete the old before the new verifies",
@@ -42,12 +44,13 @@ MUTANTS = [
     reason = verify_checkpoint(final)
 """,
         """    for path in list_checkpoints(run)[: 1 - keep]:
-        discard(path)
+        os.rename(path, folder / f".trash-{path.name}")
     os.rename(partial, final)
     sync_folder(folder)
     reason = verify_checkpoint(final)
 """,
         POWER_LOSS,
+        "are left of",
     ),
     (
         "delete the old although the new does not verify",
@@ -61,6 +64,7 @@ MUTANTS = [
     if reason is not None:
         raise""",
         UNVERIFIED,
+        "assert found is not None",
     ),
     (
         "no fsync of the files",
@@ -71,6 +75,7 @@ MUTANTS = [
         """            left = left[os.write(descriptor, left) :]
 """,
         POWER_LOSS,
+        "is torn",
     ),
     (
         "no fsync of the parent after the rename",
@@ -81,5 +86,6 @@ MUTANTS = [
         """    os.rename(partial, final)
 """,
         POWER_LOSS,
+        "had returned, the newest is",
     ),
 ]

@@ -45,23 +45,15 @@ def apply(folder, file, old, new):
 def test_the_suite_fails_when_the_save_path_is_broken(scratch, row):
     chosen = MUTANTS[: count(len(MUTANTS), 3)]
     running = []
-    for number, (_, file, old, new, test) in enumerate(chosen):
+    for number, (_, file, old, new, test, _) in enumerate(chosen):
         folder = scratch / f"mutant-{number}"
         folder.mkdir()
         copy_tree(folder)
         apply(folder, file, old, new)
         running.append(start_suite(folder, [test]))
-    for (label, *_), process in zip(chosen, running, strict=True):
+    for (label, *_, complaint), process in zip(chosen, running, strict=True):
         with process:
             output = process.communicate(timeout=300)[0]
         with row.trial(label):
             assert process.returncode == 1, f"the suite did not notice:\n{output[-1500:]}"
-            assert "AssertionError" in output, f"it failed for another reason:\n{output[-1500:]}"
-
-
-def test_the_same_tests_pass_without_a_mutation(scratch):
-    (scratch / "plain").mkdir()
-    copy_tree(scratch / "plain")
-    with start_suite(scratch / "plain", sorted({test for *_, test in MUTANTS})) as process:
-        output = process.communicate(timeout=300)[0]
-    assert process.returncode == 0, output[-1500:]
+            assert complaint in output, f"it failed for another reason:\n{output[-1500:]}"

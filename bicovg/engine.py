@@ -198,7 +198,7 @@ def make_engine(net: LocalNetwork, optimizers: list[Optimizer], config: Config, 
     wanted, on_gpu = config.train.engine, loader.device.type == "cuda"
     arguments: tuple[Any, ...] = (net, optimizers, config, loader)
     if on_gpu:
-        torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.benchmark = not config.train.deterministic
         torch.backends.cuda.matmul.allow_tf32 = config.train.precision == "bfloat16"  # the readouts' float32 products
     if wanted == "eager" or (wanted == "auto" and not on_gpu):
         return EagerEngine(*arguments)

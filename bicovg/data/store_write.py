@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -168,24 +169,41 @@ def group_samples(samples: Iterable[Sample], fit: Fit) -> Iterator[list[Sample]]
         yield group
 
 
+def _help(pending: deque[tuple[list[Sample], Future[Chunk]]], fit: Fit) -> None:
+    """Decode the first group that no thread has begun; if all are begun, wait for the first."""
+    for at, (group, future) in enumerate(pending):
+        if future.cancel():
+            finished: Future[Chunk] = Future()
+            finished.set_result(decode_chunk(group, fit))
+            pending[at] = group, finished
+            return
+    pending[0][1].result()
+
+
 def decode_in_order(groups: Iterable[list[Sample]], fit: Fit, jobs: int) -> Generator[Chunk, None, None]:
     """Decode groups in ``jobs`` threads and give them back in order; at most jobs + 2 are in memory.
 
-    One job needs no thread of its own: it would only fight with this one for the interpreter.
+    The calling thread is one of the ``jobs``: it decodes whenever the next group is not ready. A thread more than
+    that would only fight for the interpreter, and pixels decoded here are still in this core's cache when they
+    are hashed and written.
     """
     if jobs == 1:
         for group in groups:
             yield decode_chunk(group, fit)
         return
-    pending: deque[Future[Chunk]] = deque()
-    pool = ThreadPoolExecutor(jobs, thread_name_prefix="decode")
+    groups = iter(groups)
+    pending: deque[tuple[list[Sample], Future[Chunk]]] = deque()
+    pool = ThreadPoolExecutor(jobs - 1, thread_name_prefix="decode")
     try:
-        for group in groups:
-            pending.append(pool.submit(decode_chunk, group, fit))
-            if len(pending) > jobs + 1:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+        while True:
+            for group in islice(groups, jobs + 2 - len(pending)):
+                pending.append((group, pool.submit(decode_chunk, group, fit)))
+            if not pending:
+                return
+            if pending[0][1].done():
+                yield pending.popleft()[1].result()
+            else:
+                _help(pending, fit)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

@@ -55,13 +55,15 @@ def draw_boxes(
     area, ratio = H * W * areas, ratios.exp()
     widths, heights = (area * ratio).sqrt().round(), (area / ratio).sqrt().round()
     fits = (widths > 0) & (widths <= W) & (heights > 0) & (heights <= H)
-    found, chosen = fits.any(dim=1, keepdim=True), fits.byte().argmax(dim=1, keepdim=True)  # the first maximum
-    # no try fitted: the whole image, its longer side cut to the nearest allowed ratio
-    height = torch.where(found, heights.gather(1, chosen), torch.minimum(H, (W / RATIO[0]).round()))
-    width = torch.where(found, widths.gather(1, chosen), torch.minimum(W, (H * RATIO[1]).round()))
+    tries = fits.shape[1]
+    # not argmax of fits: compiled for a CPU by torch 2.11 it does not always give the first of several maxima
+    chosen = torch.where(fits, torch.arange(tries, device=sizes.device), tries).amin(dim=1, keepdim=True)
+    # where no try fitted: the whole image, its longer side cut to the nearest allowed ratio
+    height = torch.cat([heights, torch.minimum(H, (W / RATIO[0]).round())], dim=1).gather(1, chosen)
+    width = torch.cat([widths, torch.minimum(W, (H * RATIO[1]).round())], dim=1).gather(1, chosen)
     extent = torch.cat([height, width], dim=1)
     room = sizes - extent
-    start = torch.where(found, place * (room + 1), room / 2).floor()
+    start = torch.where(chosen < tries, place * (room + 1), room / 2).floor()
     return torch.cat([start, extent], dim=1).long()
 
 

@@ -131,8 +131,8 @@ def early_exit_table(found: dict[str, Any]) -> Table:
     table = Table(title=f"early exit on {found['images']} {found['measured_on']} images")
     for column in ("predicts from", "less compute", "threshold", "top-1", "points lost"):
         table.add_column(column, justify="left" if column == "predicts from" else "right")
-    for rule, name in (("mean", "mean of the blocks so far"), ("own", "the block alone")):
-        record = found["rules"][rule]
+    for rule, record in found["rules"].items():
+        name = {"mean": "mean of the blocks so far", "own": "the block alone"}.get(rule, "fusion of the blocks so far")
         table.add_row(name, "1.00x", "never", f"{record['full']['top1']:.2f}", "")
         for point in record["points"]:
             lost = f"{point['points_lost']:+.2f}"

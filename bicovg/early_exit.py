@@ -1,10 +1,10 @@
 """Early exit: stop at the first block that is confident enough. Per-block readouts give this for nothing.
 
-At exit l the prediction is made from the exits so far: their uniform mean (rule ``mean``; at the last exit this is the
-plain mean of all), or exit l alone (rule ``own``). Its confidence is the largest of ``softmax(z / T_l)``; the
-temperatures T_l are fitted, one per exit, on images that were held out of training. Where none were, freshly augmented
-training images must do, and it is said; T_l is then at least 1, because what a network remembers is no reason to make
-it surer of itself. Compute is counted in multiply-adds of convolutions and matrix products.
+At exit l the prediction is made from the exits so far, by one of the rules of ``bicovg.calibration``. Its confidence is
+the largest of ``softmax(z / T_l)``; the temperatures T_l are fitted, one per exit, on images that were held out of
+training. Where none were, freshly augmented training images must do, and it is said; T_l is then at least 1, because
+what a network remembers is no reason to make it surer of itself. Compute is counted in multiply-adds of convolutions
+and matrix products.
 
 Legend: E exits, N images, K classes.
 """
@@ -17,18 +17,16 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from bicovg.blocks import Block, Unit
+from bicovg.calibration import RULES, calibration_error, combine_exits, fit_temperature, rule_weights
 from bicovg.errors import UserError
 from bicovg.evaluation import both_accuracies
 from bicovg.networks import LocalNetwork
 
-RULES = ("mean", "own")
 SPEEDUPS = (1.25, 1.5, 2.0, 3.0)
 MOST_IMAGES = 10_000  # to fit temperatures on
-BINS = 15  # of the calibration error
 THRESHOLDS = 120  # of a curve, at most
 
 
@@ -70,47 +68,6 @@ def count_exit_macs(net: LocalNetwork, image_shape: tuple[int, int, int]) -> lis
         return [counter.get_total_flops() // 2 for _ in walk_exits(shadow, image)]
 
 
-def combine_exits(logits: Float[Tensor, "e n k"], rule: str) -> Float[Tensor, "e n k"]:
-    """What every exit predicts from: itself, or the mean of the exits up to it."""
-    if rule == "own":
-        return logits
-    counts = torch.arange(1, len(logits) + 1, device=logits.device, dtype=logits.dtype)
-    return logits.cumsum(dim=0) / counts[:, None, None]
-
-
-def fit_temperature(logits: Float[Tensor, "n k"], labels: Int[Tensor, " n"], least: float = 0.02) -> float:
-    """The T between ``least`` and 50 that minimises the cross-entropy of ``logits / T``, by golden section."""
-    logits = logits.double()
-
-    def loss(log_t: float) -> float:
-        return float(F.cross_entropy(logits / math.exp(log_t), labels))
-
-    golden = (math.sqrt(5) - 1) / 2
-    low, high = math.log(least), math.log(50)
-    a, b = high - golden * (high - low), low + golden * (high - low)
-    at_a, at_b = loss(a), loss(b)
-    while high - low > 1e-4:
-        if at_a < at_b:
-            high, b, at_b = b, a, at_a
-            a = high - golden * (high - low)
-            at_a = loss(a)
-        else:
-            low, a, at_a = a, b, at_b
-            b = low + golden * (high - low)
-            at_b = loss(b)
-    return math.exp((low + high) / 2)
-
-
-def calibration_error(logits: Float[Tensor, "n k"], labels: Int[Tensor, " n"]) -> float:
-    """ECE in points: confidence against accuracy, in bins of equal width, weighted by their size."""
-    confidence, predicted = logits.softmax(dim=1).max(dim=1)
-    right = (predicted == labels).double()
-    bins = (confidence * BINS).long().clamp(max=BINS - 1)
-    gaps = torch.zeros(BINS, dtype=torch.float64, device=logits.device)
-    gaps.index_add_(0, bins, confidence.double() - right)
-    return 100 * float(gaps.abs().sum()) / len(labels)
-
-
 def first_confident(confidence: Float[Tensor, "e n"], threshold: float) -> Int[Tensor, " n"]:
     """The first exit whose confidence reaches the threshold; the last one where none does."""
     sure = confidence >= threshold
@@ -149,10 +106,9 @@ def spread_thresholds(confidence: Float[Tensor, "e n"]) -> list[float]:
 
 
 def trace_curve(
-    logits: Float[Tensor, "e n k"], labels: Int[Tensor, " n"], temperatures: list[float], rule: str, macs: list[int]
+    combined: Float[Tensor, "e n k"], labels: Int[Tensor, " n"], temperatures: list[float], macs: list[int]
 ) -> list[dict[str, Any]]:
     """Accuracy against compute; the last point is the whole network."""
-    combined = combine_exits(logits.float(), rule)
     scale = combined.new_tensor(temperatures)[:, None, None]
     confidence = (combined / scale).softmax(dim=2).amax(dim=2)
     return [measure_point(combined, confidence, labels, macs, t) for t in spread_thresholds(confidence)]
@@ -171,22 +127,24 @@ def pick_points(curve: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def measure_early_exit(
-    fit: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], macs: list[int], least: float
+    fit: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], macs: list[int], heldout: bool
 ) -> dict[str, dict[str, Any]]:
-    """Per rule: temperatures fitted on one split's (logits, labels), calibration error and curve on another's.
+    """Per rule: weights and temperatures fitted on one split's (logits, labels), error and curve on another's.
 
     Args:
-        least: bound of the temperatures from below.
+        heldout: the first split was held out of training.
     """
     stride = max(1, math.ceil(len(fit[1]) / MOST_IMAGES))
     fit_logits, fit_labels = fit[0][:, ::stride].float(), fit[1][::stride]
     rules = {}
-    for rule in RULES:
-        known, unseen = combine_exits(fit_logits, rule), combine_exits(test[0].float(), rule)
-        temperatures = [fit_temperature(exit_, fit_labels, least) for exit_ in known]
+    for rule in RULES if heldout else ("mean", "own"):
+        weights = rule_weights(rule, fit_logits, fit_labels)
+        known, unseen = combine_exits(fit_logits, weights), combine_exits(test[0], weights)
+        temperatures = [fit_temperature(exit_, fit_labels, 0.02 if heldout else 1.0) for exit_ in known]
         scaled = [exit_ / t for exit_, t in zip(unseen, temperatures, strict=True)]
-        curve = trace_curve(*test, temperatures, rule, macs)
+        curve = trace_curve(unseen, test[1], temperatures, macs)
         rules[rule] = {
+            "weights": [[round(w, 6) for w in row] for row in weights.tolist()],
             "temperatures": temperatures,
             "ece_before": [calibration_error(exit_, test[1]) for exit_ in unseen],
             "ece_after": [calibration_error(exit_, test[1]) for exit_ in scaled],
@@ -213,7 +171,8 @@ def describe_early_exit(trainer: Any) -> dict[str, Any]:
         "images": len(test[1]),
         "exit_blocks": net.exits,
         "macs": macs,
-        "rules": measure_early_exit(fit, test, macs, least=0.02 if calibrated_on == "heldout" else 1.0),
+        "use": "fused" if calibrated_on == "heldout" else "mean",
+        "rules": measure_early_exit(fit, test, macs, calibrated_on == "heldout"),
     }
 
 
@@ -221,29 +180,23 @@ def describe_early_exit(trainer: Any) -> dict[str, Any]:
 def predict_early(
     net: LocalNetwork,
     images: Float[Tensor, "b c h w"],
+    weights: Float[Tensor, "e e"],
     temperatures: list[float],
     threshold: float,
-    rule: str = "mean",
 ) -> tuple[Float[Tensor, "b k"], Int[Tensor, " b"]]:
     """Probabilities, and the exit each sample left by; samples that have left are computed no further."""
-    if len(temperatures) != len(net.exits):
-        raise UserError(f"{len(temperatures)} temperatures for {len(net.exits)} exits: calibrate this run anew")
     waiting = torch.arange(len(images), device=images.device)
     left_by = torch.zeros(len(images), dtype=torch.int64, device=images.device)
-    found: Tensor | None = None
-    total: Tensor | float = 0.0
     walk = walk_exits(net, images)
-    logits = next(walk)
+    seen = next(walk).float()[None]  # logits of the waiting samples at the exits so far
+    found = torch.zeros_like(seen[0])
     for index, temperature in enumerate(temperatures):
-        z = logits.float()
-        total = total + z
-        probabilities = ((total / (index + 1) if rule == "mean" else z) / temperature).softmax(dim=1)
-        found = torch.zeros(len(images), z.shape[1], device=z.device) if found is None else found
+        z = torch.einsum("e,ebk->bk", weights[index, : index + 1], seen)
+        probabilities = (z / temperature).softmax(dim=1)
         sure = (probabilities.amax(dim=1) >= threshold) | (index + 1 == len(temperatures))
         found[waiting[sure]], left_by[waiting[sure]] = probabilities[sure], index
-        waiting, total = waiting[~sure], total[~sure]
+        waiting, seen = waiting[~sure], seen[:, ~sure]
         if len(waiting) == 0:
             break
-        logits = walk.send(~sure)
-    assert found is not None
+        seen = torch.cat([seen, walk.send(~sure).float()[None]])
     return found, left_by

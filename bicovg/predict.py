@@ -112,19 +112,22 @@ def find_images(names: list[str]) -> list[str]:
     return found
 
 
-def read_calibration(run: Path, exits: list[int]) -> list[float]:
-    """The temperatures of the running mean, from the run's early_exit.json."""
+def read_calibration(run: Path, exits: list[int]) -> tuple[Float[Tensor, "e e"], list[float]]:
+    """Weights and temperatures of the rule to use, from the run's early_exit.json."""
     path = run / "early_exit.json"
     repair = f"calibrate the run with `bicovg eval {run} --early-exit`"
     if not path.exists():
         raise UserError(f"{run} has no early_exit.json: {repair}")
     try:
-        temperatures = [float(t) for t in read_json(path, repair)["rules"]["mean"]["temperatures"]]
+        found = read_json(path, repair)
+        rule = found["rules"][found["use"]]
+        weights, temperatures = torch.tensor(rule["weights"]), [float(t) for t in rule["temperatures"]]
+        fits = weights.shape == (len(exits), len(exits)) and bool(weights.isfinite().all())
     except (KeyError, TypeError, ValueError):
-        temperatures = []
-    if len(temperatures) != len(exits) or not all(0 < t < float("inf") for t in temperatures):
+        fits = False
+    if not fits or len(temperatures) != len(exits) or not all(0 < t < float("inf") for t in temperatures):
         raise UserError(f"{path} does not fit the run: {repair}")
-    return temperatures
+    return weights, temperatures
 
 
 @dataclass(frozen=True)
@@ -157,13 +160,14 @@ def predict_files(
     where = next(net.parameters()).device
     mean, std = torch.tensor(means), torch.tensor(stds)
     weights = torch.tensor(head_weights(head, run, net.exits), device=where)
-    temperatures = [] if early_exit is None else read_calibration(run, net.exits)
+    calibration = None if early_exit is None else read_calibration(run, net.exits)
     for start in range(0, len(files), BATCH):
         part = files[start : start + BATCH]
         images = torch.stack([read_image(Path(name), config) for name in part])
         x = normalise(images, mean, std).to(where)
-        if early_exit is not None:
-            probabilities, exits = predict_early(net, x, temperatures, early_exit)
+        if early_exit is not None and calibration is not None:
+            rule, temperatures = calibration
+            probabilities, exits = predict_early(net, x, rule.to(where), temperatures, early_exit)
         else:
             logits = net(x).float()
             probabilities = torch.einsum("e,ebk->bk", weights, logits).softmax(dim=1)

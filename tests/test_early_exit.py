@@ -13,21 +13,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bicovg.early_exit as early
+from bicovg.calibration import RULES, calibration_error, combine_exits, fit_temperature, rule_weights
 from bicovg.cli import main
 from bicovg.data.digits import load_digits
 from bicovg.early_exit import (
-    calibration_error,
-    combine_exits,
     count_exit_macs,
     first_confident,
-    fit_temperature,
     measure_early_exit,
     pick_points,
     predict_early,
     trace_curve,
     walk_exits,
 )
-from bicovg.fusion import mean_logits, top_k_accuracy
+from bicovg.fusion import LogisticFusion, mean_logits, top_k_accuracy
 from bicovg.localization import localize
 from bicovg.networks import LocalNetwork, local_network, vgg16_classic
 from bicovg.recipes import get_recipe
@@ -107,12 +105,24 @@ def test_multiply_adds_are_those_of_the_layer_tables(recipe: str) -> None:
     assert count_exit_macs(net, (config.data.image_channels, side, side)) == expected
 
 
-def test_the_running_mean_ends_at_the_plain_mean() -> None:
-    logits = torch.randn(4, 7, 3)
-    combined = combine_exits(logits, "mean")
-    assert torch.allclose(combined[-1], mean_logits(logits), atol=1e-6)
-    assert torch.equal(combined[0], logits[0])
-    assert torch.equal(combine_exits(logits, "own"), logits)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_looks_at_no_later_exit(rule: str) -> None:
+    logits, labels = made_up()
+    weights = rule_weights(rule, logits, labels)
+    assert torch.equal(weights, weights.tril())
+    assert torch.allclose(weights.sum(dim=1), torch.ones(4))
+    later = logits.clone()
+    later[2:] += 100
+    assert torch.equal(combine_exits(later, weights)[:2], combine_exits(logits, weights)[:2])
+
+
+def test_the_running_mean_ends_at_the_plain_mean_and_fusion_at_logistic_fusion() -> None:
+    logits, labels = made_up()
+    mean = combine_exits(logits, rule_weights("mean", logits, labels))
+    assert torch.allclose(mean[-1], mean_logits(logits), atol=1e-5)
+    assert torch.equal(mean[0], logits[0])
+    fused = combine_exits(logits, rule_weights("fused", logits, labels))
+    assert torch.allclose(fused[-1], LogisticFusion(4).fit(logits, labels)(logits), atol=1e-4)
 
 
 @pytest.mark.parametrize("true", [0.3, 1.0, 4.0])
@@ -150,16 +160,16 @@ def made_up() -> tuple[Tensor, Tensor]:
     return noise + F.one_hot(labels, 5) * torch.tensor([1.0, 2.0, 3.0, 4.0])[:, None, None], labels
 
 
-@pytest.mark.parametrize("rule", ["mean", "own"])
+@pytest.mark.parametrize("rule", RULES)
 def test_a_curve_runs_from_the_first_exit_to_the_whole_network(rule: str) -> None:
     logits, labels = made_up()
     macs = [10, 30, 60, 100]
-    curve = trace_curve(logits, labels, [1.0] * 4, rule, macs)
+    combined = combine_exits(logits, rule_weights(rule, logits, labels))
+    curve = trace_curve(combined, labels, [1.0] * 4, macs)
     assert curve[0]["exits"] == [1.0, 0.0, 0.0, 0.0]
     assert curve[0]["compute"] == pytest.approx(0.1)
     assert curve[0]["top1"] == top_k_accuracy(logits[0], labels)
-    whole = mean_logits(logits) if rule == "mean" else logits[-1]
-    assert curve[-1]["top1"] == pytest.approx(top_k_accuracy(whole, labels))
+    assert curve[-1]["top1"] == pytest.approx(top_k_accuracy(combined[-1], labels))
     assert curve[-1]["compute"] == 1.0
     costs = [point["compute"] for point in curve]
     assert costs == sorted(costs)
@@ -168,8 +178,8 @@ def test_a_curve_runs_from_the_first_exit_to_the_whole_network(rule: str) -> Non
 
 def test_points_are_chosen_by_compute_alone() -> None:
     logits, labels = made_up()
-    curve = trace_curve(logits, labels, [1.0] * 4, "mean", [10, 30, 60, 100])
-    shuffled = trace_curve(logits, labels[torch.randperm(800)], [1.0] * 4, "mean", [10, 30, 60, 100])
+    curve = trace_curve(logits, labels, [1.0] * 4, [10, 30, 60, 100])
+    shuffled = trace_curve(logits, labels[torch.randperm(800)], [1.0] * 4, [10, 30, 60, 100])
     for point, other in zip(pick_points(curve), pick_points(shuffled), strict=True):
         assert point["threshold"] == other["threshold"]
         assert point["compute"] <= 1 / point["speedup"]
@@ -178,23 +188,26 @@ def test_points_are_chosen_by_compute_alone() -> None:
 
 def test_calibration_lowers_the_error_on_unseen_images() -> None:
     fit, test = made_up(), made_up()
-    rules = measure_early_exit((5 * fit[0], fit[1]), (5 * test[0], test[1]), [1, 2, 3, 4], least=0.02)
-    for rule in ("mean", "own"):
+    rules = measure_early_exit((5 * fit[0], fit[1]), (5 * test[0], test[1]), [1, 2, 3, 4], heldout=True)
+    assert tuple(rules) == RULES
+    for rule in RULES:
         before, after = rules[rule]["ece_before"], rules[rule]["ece_after"]
         assert max(after) < 5 < max(before)
         assert sum(after) < sum(before)
 
 
-@pytest.mark.parametrize("rule", ["mean", "own"])
+@pytest.mark.parametrize("rule", RULES)
 def test_predictions_on_the_way_equal_those_of_the_curve(rule: str) -> None:
     net, images = small_net(), torch.randn(40, 1, 8, 8)
     temperatures = [0.5, 0.8, 0.7, 0.9]
     with torch.no_grad():
-        combined = combine_exits(net(images), rule)
+        logits = net(images)
+    weights = rule_weights(rule, logits, torch.randint(5, (40,)))
+    combined = combine_exits(logits, weights)
     scaled = (combined / torch.tensor(temperatures)[:, None, None]).softmax(dim=2)
     threshold = float(scaled.amax(dim=2)[0].median())  # half the images leave at once
     exits = first_confident(scaled.amax(dim=2), threshold)
-    probabilities, left_by = predict_early(net, images, temperatures, threshold, rule)
+    probabilities, left_by = predict_early(net, images, weights, temperatures, threshold)
     assert left_by.tolist() == exits.tolist()
     assert len(set(left_by.tolist())) > 1
     assert torch.allclose(probabilities, scaled[exits, torch.arange(40)], atol=1e-5)
@@ -204,7 +217,7 @@ def test_a_localized_network_can_be_left_early() -> None:
     net = localize(
         nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU()), 3, image_shape=(1, 8, 8)
     )
-    _, left_by = predict_early(net.eval(), torch.randn(4, 1, 8, 8), [1.0, 1.0], 0.0)
+    _, left_by = predict_early(net.eval(), torch.randn(4, 1, 8, 8), torch.eye(2), [1.0, 1.0], 0.0)
     assert left_by.tolist() == [0] * 4
     assert count_exit_macs(net, (1, 8, 8))[0] < count_exit_macs(net, (1, 8, 8))[1]
 
@@ -223,6 +236,7 @@ def test_the_command_writes_what_a_record_needs(calibrated_run: Path) -> None:
     assert found["calibrated_on"] == "held-out"
     assert found["images"] == 359
     assert found["rules"]["mean"]["full"]["top1"] == pytest.approx(summary["test"]["mean"]["top1"])
+    assert found["rules"]["fused"]["full"]["top1"] == pytest.approx(summary["fusion"]["heldout"]["top1"])
     assert found["rules"]["own"]["full"]["top1"] == pytest.approx(summary["test"]["last"]["top1"])
     assert len(found["macs"]) == len(summary["exit_blocks"])
 
@@ -234,6 +248,7 @@ def test_a_run_that_held_nothing_out_says_what_it_was_calibrated_on(tmp_path: Pa
     assert main(["eval", str(tmp_path / "run"), "--early-exit", "--device", "cpu"]) == 0
     found = json.loads((tmp_path / "run" / "early_exit.json").read_text())
     assert found["calibrated_on"] == "augmented training"
+    assert "fused" not in found["rules"]
     assert min(found["rules"]["mean"]["temperatures"]) >= 1.0
 
 

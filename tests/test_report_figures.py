@@ -1,14 +1,12 @@
-"""Drawing: axes, the encoders of PNG and PDF, and the figures as files; tables from records."""
+"""Drawing: axes, the encoders of PNG and PDF, and the figures as files."""
 
 import itertools
-import json
 import math
 import re
 import xml.etree.ElementTree as ElementTree
 import zlib
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from report_cases import make_run
 
-from bicovg.cli import main
 from bicovg.data.loader import TensorImages
-from bicovg.errors import UserError
-from bicovg.records import load_records, write_record
 from bicovg.report.analysis import PICTURE_SIDE, analyse, shrink
 from bicovg.report.axes import Axis, fit_axis, percent_axis, short_number
 from bicovg.report.charts import Series, bar_chart, grid_chart, line_chart
@@ -32,9 +27,7 @@ from bicovg.report.png import encode_png
 from bicovg.report.raster import dash_line, png_file
 from bicovg.report.scene import BARS, Line, Raster, Rect, Scene, Text, depth_ink, rgb
 from bicovg.report.svg import svg_file
-from bicovg.report.tables import TABLES, fill_tables, update_tables
 
-ROOT = Path(__file__).parent.parent
 NUMBERS = st.floats(-1e6, 1e6)
 
 
@@ -223,71 +216,3 @@ def test_large_pictures_shrink_to_means() -> None:
     small = shrink(pixels)
     assert max(small.shape) <= PICTURE_SIDE + 4
     assert shrink(np.zeros((1000, 3, 1), np.uint8)).size > 0
-
-
-def make_record(folder: Path, run: Path) -> Path:
-    from bicovg.diagnostics import decline_area, tail_retention
-
-    summary = json.loads((run / "summary.json").read_text())
-    top1 = summary["test"]["exits"]["top1"]
-    summary["test"]["diagnostics"] = {"DA": decline_area(top1), "TR": tail_retention(top1)}
-    (run / "summary.json").write_text(json.dumps(summary))
-    write_record([run], folder)
-    return folder
-
-
-def test_every_table_works_without_records() -> None:
-    for name, make in TABLES.items():
-        lines = make({}).splitlines()
-        assert len({line.count("|") for line in lines}) == 1, name
-        assert "not run" in make({})
-
-
-def test_tables_show_the_numbers_of_their_records(tmp_path: Path) -> None:
-    runs = {name: make_run(tmp_path / name, f"cifar100-{name}", epochs=5, lift=lift) for name, lift in LIFTS.items()}
-    for name, run in runs.items():
-        make_record(tmp_path / "records" / f"c-{name}", run)
-    records = load_records(tmp_path / "records")
-    results = TABLES["results"](records)
-    (row,) = (line for line in results.splitlines() if line.startswith("| c-bicovg |"))
-    mean = records["c-bicovg"]["runs"][0]["mean"]["top1"]
-    assert f"| {mean:.2f} |" in row
-    assert "5 of 400, short" in row
-    assert row.endswith("|  | 68.21 |")
-    assert "| c-per-channel |" in results
-    (change,) = (
-        line for line in TABLES["diagnostics"](records).splitlines() if "per-channel to bicovg | cifar100" in line
-    )
-    assert "| +4.00 |" in change
-    assert "BiCovG, r = 8 | cifar100 | 5 of 400" in TABLES["ablation"](records)
-
-
-LIFTS = {"per-channel": -4.0, "bicovg": 0.0}
-
-
-def test_tables_in_a_checkout_follow_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_record(tmp_path / "records" / "mine", make_run(tmp_path / "run", "cifar100-bicovg", epochs=5))
-    text = "# A\n<!-- table: results -->\nold\n<!-- end of table -->\nafter\n"
-    (tmp_path / "README.md").write_text(text)
-    monkeypatch.chdir(tmp_path)
-    assert main(["report", "--tables"]) == 0
-    fresh = (tmp_path / "README.md").read_text()
-    assert "| mine |" in fresh
-    assert "old" not in fresh
-    assert fresh.endswith("<!-- end of table -->\nafter\n")
-    assert update_tables() == []
-
-
-def test_an_unknown_table_is_named() -> None:
-    with pytest.raises(UserError, match="'nothing'"):
-        fill_tables("<!-- table: nothing -->\n<!-- end of table -->", {})
-
-
-def test_printed_tables_are_those_of_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails when a number in README or docs is not the one its record holds."""
-    monkeypatch.chdir(ROOT)
-    records: dict[str, Any] = load_records(ROOT / "records")
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        assert fill_tables(path.read_text(), records, path.name) == path.read_text(), (
-            f"{path.name}: bicovg report --tables"
-        )

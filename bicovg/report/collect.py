@@ -83,8 +83,7 @@ def read_run(path: Path) -> RunData:
         exits=_find_exits(config, metrics, summary),
         summary=summary,
         analysis=_read_json(path / "analysis.json", ("head", "classes", "confusion", "class_top1", "mistakes")),
-        early_exit=_read_json(path / "early_exit.json", ("rules", "calibrated_on", "measured_on"))
-        or (entry["early_exit"] if entry else None),
+        early_exit=_read_json(path / "early_exit.json", ("rules", "calibrated_on", "measured_on")),
         recorded=entry is not None,
     )
 
@@ -121,7 +120,6 @@ def _record_entry(path: Path, config: Json) -> Json | None:
             "wall_seconds": entry["wall_seconds"] or 0.0,
         },
         "env": {name: entry[name] for name in ("device", "gpu", "torch", "cuda", "python", "commit", "command")},
-        "early_exit": entry.get("early_exit"),
     }
 
 

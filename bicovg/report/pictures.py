@@ -129,10 +129,11 @@ def fusion_weights(runs: Sequence[RunData]) -> Chart | None:
 def early_exit_curves(runs: Sequence[RunData]) -> Chart | None:
     """Accuracy against compute, as the confidence threshold moves."""
     chosen: list[tuple[str, Any]] = []
+    names = {"mean": "mean of blocks so far", "own": "the block alone", "fused": "fusion of blocks so far"}
     for run in runs:
         for rule, curve in (run.early_exit or {"rules": {}})["rules"].items():
             if len(runs) == 1:
-                chosen.append(({"mean": "mean of blocks so far", "own": "the block alone"}.get(rule, rule), curve))
+                chosen.append((names.get(rule, rule), curve))
             elif rule == "mean":
                 chosen.append((run.label, curve))
     if not chosen:

@@ -20,7 +20,18 @@ from bicovg.report.paper import ABLATION, DIAGNOSTICS, EFFICIENCY, MAIN
 
 MARKED = re.compile(r"(<!-- table: ([a-z0-9-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 NOT_RUN = "not run"
+PREDICTS_FROM = {"mean": "mean of blocks so far", "own": "the block alone", "fused": "fusion of blocks so far"}
 Records = dict[str, Record]
+
+
+def read_records(root: Path = Path()) -> Records:
+    """Every record of a checkout, each seed with its early-exit curve as ``early_exit``, or None."""
+    records = load_records(root / "records")
+    for name, record in records.items():
+        for entry in record["runs"]:
+            path = root / "records" / name / f"s{entry['seed']}" / "early_exit.json"
+            entry["early_exit"] = json.loads(path.read_text()) if path.exists() else None
+    return records
 
 
 def cell(values: Sequence[float | None], digits: int = 2) -> str:
@@ -129,20 +140,18 @@ def mean_curve(record: Record) -> list[float]:
 
 def early_exit_table(records: Records) -> str:
     """Accuracy at less compute, from records that measured it."""
-    header = ["record", "whole network", "compute saved", "top-1", "points lost", "calibrated on"]
+    header = ["record", "predicts from", "whole network", "less compute", "top-1", "points lost", "calibrated on"]
     rows = []
     for record in records.values():
-        measured = [found for found in (entry.get("early_exit") for entry in record["runs"]) if found]
-        if not measured:
-            continue
-        for place in range(min(len(found["rules"]["mean"]["points"]) for found in measured)):
-            points = [found["rules"]["mean"]["points"][place] for found in measured]
-            full = [found["rules"]["mean"]["full"]["top1"] for found in measured]
-            saved = cell([1 / point["compute"] for point in points]) + "x"
-            lost = cell([point["points_lost"] for point in points])
-            on = measured[0]["calibrated_on"]
-            rows.append([record["name"], cell(full), saved, cell([p["top1"] for p in points]), lost, on])
-    return markdown(header, rows or [[NOT_RUN, *[""] * 5]])
+        measured = [entry["early_exit"] for entry in record["runs"] if entry.get("early_exit")]
+        for rule in measured[0]["rules"] if measured else ():
+            curves = [found["rules"][rule] for found in measured]
+            full = cell([curve["full"]["top1"] for curve in curves])
+            for points in zip(*(curve["points"] for curve in curves), strict=False):
+                less = cell([1 / point["compute"] for point in points]) + "x"
+                top1, lost = (cell([point[name] for point in points]) for name in ("top1", "points_lost"))
+                rows.append([record["name"], PREDICTS_FROM[rule], full, less, top1, lost, measured[0]["calibrated_on"]])
+    return markdown(header, rows or [[NOT_RUN, *[""] * 6]])
 
 
 def efficiency_table(records: Records) -> str:
@@ -211,7 +220,7 @@ def has_table(path: Path) -> bool:
 
 def update_tables(root: Path = Path()) -> list[Path]:
     """Rewrite the files whose tables are not those of the records; returns them."""
-    records, changed = load_records(root / "records"), []
+    records, changed = read_records(root), []
     for path in marked_files(root):
         text = path.read_text()
         fresh = fill_tables(text, records, str(path))

@@ -1,0 +1,90 @@
+"""Tables of README and docs: made from records, and equal to what is printed."""
+
+import json
+from pathlib import Path
+
+import pytest
+from report_cases import make_run
+
+from bicovg.cli import main
+from bicovg.diagnostics import decline_area, tail_retention
+from bicovg.errors import UserError
+from bicovg.records import write_record
+from bicovg.report.tables import TABLES, fill_tables, read_records, update_tables
+
+ROOT = Path(__file__).parent.parent
+LIFTS = {"per-channel": -4.0, "bicovg": 0.0}
+
+
+def make_record(folder: Path, run: Path) -> Path:
+    summary = json.loads((run / "summary.json").read_text())
+    top1 = summary["test"]["exits"]["top1"]
+    summary["test"]["diagnostics"] = {"DA": decline_area(top1), "TR": tail_retention(top1)}
+    (run / "summary.json").write_text(json.dumps(summary))
+    write_record([run], folder)
+    return folder
+
+
+def test_every_table_works_without_records() -> None:
+    for name, make in TABLES.items():
+        lines = make({}).splitlines()
+        assert len({line.count("|") for line in lines}) == 1, name
+        assert "not run" in make({})
+
+
+def test_tables_show_the_numbers_of_their_records(tmp_path: Path) -> None:
+    runs = {name: make_run(tmp_path / name, f"cifar100-{name}", epochs=5, lift=lift) for name, lift in LIFTS.items()}
+    for name, run in runs.items():
+        make_record(tmp_path / "records" / f"c-{name}", run)
+    records = read_records(tmp_path)
+    results = TABLES["results"](records)
+    (row,) = (line for line in results.splitlines() if line.startswith("| c-bicovg |"))
+    mean = records["c-bicovg"]["runs"][0]["mean"]["top1"]
+    assert f"| {mean:.2f} |" in row
+    assert "5 of 400, short" in row
+    assert row.endswith("|  | 68.21 |")
+    assert "| c-per-channel |" in results
+    (change,) = (
+        line for line in TABLES["diagnostics"](records).splitlines() if "per-channel to bicovg | cifar100" in line
+    )
+    assert "| +4.00 |" in change
+    assert "BiCovG, r = 8 | cifar100 | 5 of 400" in TABLES["ablation"](records)
+
+
+def test_the_early_exit_table_is_that_of_the_curve_beside_the_record(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "cifar100-bicovg", epochs=5)
+    points = [{"speedup": 1.5, "compute": 0.625, "top1": 70.25, "points_lost": 0.75}]
+    rule = {"points": points, "full": {"top1": 71.0}, "curve": []}
+    found = {"calibrated_on": "held-out", "measured_on": "test", "rules": {"mean": rule}}
+    (run / "early_exit.json").write_text(json.dumps(found))
+    make_record(tmp_path / "records" / "mine", run)
+    table = TABLES["early-exit"](read_records(tmp_path))
+    assert "| mine | mean of blocks so far | 71.00 | 1.60x | 70.25 | 0.75 | held-out |" in table
+
+
+def test_tables_in_a_checkout_follow_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_record(tmp_path / "records" / "mine", make_run(tmp_path / "run", "cifar100-bicovg", epochs=5))
+    text = "# A\n<!-- table: results -->\nold\n<!-- end of table -->\nafter\n"
+    (tmp_path / "README.md").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "--tables"]) == 0
+    fresh = (tmp_path / "README.md").read_text()
+    assert "| mine |" in fresh
+    assert "old" not in fresh
+    assert fresh.endswith("<!-- end of table -->\nafter\n")
+    assert update_tables() == []
+
+
+def test_an_unknown_table_is_named() -> None:
+    with pytest.raises(UserError, match="'nothing'"):
+        fill_tables("<!-- table: nothing -->\n<!-- end of table -->", {})
+
+
+def test_printed_tables_are_those_of_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when a number in README or docs is not the one its record holds."""
+    monkeypatch.chdir(ROOT)
+    records = read_records(ROOT)
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        assert fill_tables(path.read_text(), records, path.name) == path.read_text(), (
+            f"{path.name}: bicovg report --tables"
+        )

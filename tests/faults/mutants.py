@@ -45,6 +45,8 @@ MUTANTS = [
 """,
         """    for path in list_checkpoints(run)[: 1 - keep]:
         os.rename(path, folder / f".trash-{path.name}")
+        sync_folder(folder)
+        discard(folder / f".trash-{path.name}")
     os.rename(partial, final)
     sync_folder(folder)
     reason = verify_checkpoint(final)

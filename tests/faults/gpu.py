@@ -1,0 +1,156 @@
+"""What only a GPU can show: the guard and the saver in the captured engine, their cost, and an exact resume.
+
+Run as ``gpu.py``: prints JSON. ``gpu.py small`` takes a tiny network and whatever device there is, to try the code.
+"""
+
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from bicovg.checkpoint import MODEL, OPTIMIZER, find_checkpoint
+from bicovg.config import override
+from bicovg.data.splits import load_splits, make_loaders
+from bicovg.engine import make_engine
+from bicovg.errors import NonFiniteError
+from bicovg.optim import make_optimizers
+from bicovg.preparation import build_on
+from bicovg.recipes import get_recipe
+from bicovg.saving import Saver
+from bicovg.state import Progress, Snapshot
+from bicovg.stopping import Stopper, StopRequested
+from bicovg.trainer import Trainer
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def make(recipe):
+    config = override(get_recipe(recipe), {"data.name": "synthetic", "train.device": DEVICE})
+    place = torch.device(DEVICE)
+    net = build_on(config, place)
+    optimizers = make_optimizers(net, config.optim, place)
+    return make_engine(net, optimizers, config, make_loaders(load_splits(config.data), config, place)["train"])
+
+
+def endless(engine):
+    for epoch in itertools.count():
+        yield from engine.steps(epoch)
+
+
+def timed(steps, count):
+    """Seconds of ``count`` steps."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in itertools.islice(steps, count):
+        pass
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
+def guard_cost(recipe, count, rounds):
+    """Share of a step that the guard takes: engines with and without it, in turns."""
+    guarded, bare = make(recipe), make(recipe)
+    bare.guard = None
+    loops = [endless(guarded), endless(bare)]
+    for loop in loops:
+        timed(loop, count)
+    times = [[timed(loop, count) for loop in loops] for _ in range(rounds)]
+    with_guard, without = (statistics.median(column) for column in zip(*times, strict=True))
+    return {"share": with_guard / without - 1, "milliseconds_per_step": 1000 * without / count}
+
+
+def saving_cost(recipe, count, rounds):
+    """Share of an epoch of ``count`` steps that one checkpoint of it takes."""
+    engine = make(recipe)
+    loop = endless(engine)
+    losses = torch.zeros(2, len(engine.net.exits), dtype=torch.float64)
+    timed(loop, 20)
+    plain, saving, blocked = [], [], []
+    with tempfile.TemporaryDirectory() as folder:
+        saver = Saver(Path(folder), 2, 0)
+        for number in range(rounds):
+            plain.append(timed(loop, count))
+            begun = time.perf_counter()
+            saver.save(Snapshot(engine.net, engine.optimizers, losses, Progress(step=number), b""))
+            blocked.append(time.perf_counter() - begun)
+            saving.append(blocked[-1] + timed(loop, count))
+        saver.close()
+    share = statistics.median(saving) / statistics.median(plain) - 1
+    return {"share": share, "blocked_seconds": statistics.median(blocked), "epoch_seconds": statistics.median(plain)}
+
+
+def planted(recipe, block):
+    """A NaN weight in a captured step: everything freezes at once, and the host learns the block and the step."""
+    engine = make(recipe)
+    for _ in itertools.islice(endless(engine), 4):
+        pass
+    unit, part = next((u, b) for u in engine.net.units for b in u.blocks if b.index == block)
+    with torch.no_grad():
+        part.conv.weight.view(-1)[0] = torch.nan
+    later = list(engine.net.units)[list(engine.net.units).index(unit) :]
+
+    def bits():
+        tensors = [t for u in later for t in (*u.parameters(), *u.buffers())]
+        return [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).clone() for tensor in tensors]
+
+    before, message = bits(), ""
+    try:
+        for _ in itertools.islice(engine.steps(7), 6):
+            pass
+        engine.guard.flush()
+    except NonFiniteError as error:
+        message = str(error)
+    same = all(torch.equal(a, b) for a, b in zip(before, bits(), strict=True))
+    return {"kept_bits": same, "message": message, "first_step": 7 * len(engine.loader)}
+
+
+class StopAt(Stopper):
+    """Stops a trainer after a given step."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+    def check(self):
+        self.step -= 1
+        if self.step == 0:
+            raise StopRequested
+
+
+def resumed(folder, small):
+    """Whether a run stopped in the middle of an epoch ends with the bits of one that was not (deterministic mode)."""
+    changes = {"train.device": DEVICE, "train.epochs": 2, "train.deterministic": True, "fusion.steps": 2}
+    config = override(get_recipe("digits"), changes | ({"model.width": 0.25} if small else {}))
+    whole = Trainer.start(config, f"{folder}/whole")
+    whole.train()
+    part = Trainer.start(config, f"{folder}/part")
+    try:
+        part.train(StopAt(len(part.loaders["train"]) + 3))
+    except StopRequested:
+        Trainer.resume(part.run, config).train()
+    ends = [find_checkpoint(Path(folder) / name)[0] for name in ("whole", "part")]
+    same = {name: len({(end / name).read_bytes() for end in ends}) == 1 for name in (MODEL, OPTIMIZER)}
+    return {"engine": whole.engine.name, **same}
+
+
+def main(small):
+    recipe = "digits" if small else "tiny-imagenet-bicovg"
+    with tempfile.TemporaryDirectory() as folder:
+        result = {
+            "planted": planted(recipe, 2),
+            "guard": guard_cost(recipe, *((10, 2) if small else (60, 9))),
+            "saving": saving_cost(recipe, *((10, 1) if small else (390, 3))),
+            "resumed": resumed(folder, small),
+        }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main("small" in sys.argv)

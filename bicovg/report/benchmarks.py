@@ -27,13 +27,13 @@ def bench_charts(runs: Sequence[RunData], folder: Path = FOLDER) -> list[Chart]:
     """Images a second and steady memory of the runs' backbones, where a benchmark of them lies in ``folder``."""
     charts = []
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
-        result = _read(path)
+        result = read_bench(path)
         if result is not None and any(_same_backbone(result["recipe"], run.config) for run in runs):
             charts += _charts(result, path.stem)
     return charts
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def read_bench(path: Path) -> dict[str, Any] | None:
     """A benchmark file, or None for a file of another kind."""
     try:
         found = json.loads(path.read_text())

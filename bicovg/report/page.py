@@ -150,16 +150,7 @@ def _side_by_side(runs: Sequence[RunData]) -> str:
 def _overview(runs: Sequence[RunData]) -> str:
     """One row per run, and one per group of seeds."""
     names = ["last", "best (test-chosen)", "mean", "fused on train", "fused on held-out"]
-    header = [
-        "run",
-        "scope",
-        "BP-free",
-        "epochs",
-        *[f"{n}, top-1 %" for n in names],
-        "parameters",
-        "images/s",
-        "peak GB",
-    ]
+    header = ["run", "scope", "BP-free", "epochs", *names, "parameters", "images / s", "peak GB"]
     rows: list[list[Any]] = []
     for index, run in enumerate(runs):
         free = BP_FREE.get(run.scope, "no").partition(",")[0]

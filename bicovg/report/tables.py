@@ -16,6 +16,7 @@ from bicovg.diagnostics import mean_gain
 from bicovg.errors import UserError
 from bicovg.recipes import get_recipe
 from bicovg.records import Record, load_records, seed_values
+from bicovg.report.benchmarks import read_bench
 from bicovg.report.paper import ABLATION, DIAGNOSTICS, EFFICIENCY, MAIN
 
 MARKED = re.compile(r"(<!-- table: ([a-z0-9-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
@@ -178,7 +179,7 @@ def bench_rows(image_size: int) -> dict[str, Any]:
     """Rows of the benchmark files at one image size, by configuration; the last measured of each."""
     found = {}
     for path in sorted(BENCH_FOLDER.glob("*.json")):
-        for row in json.loads(path.read_text()).get("rows", []):
+        for row in (read_bench(path) or {"rows": []})["rows"]:
             if row["image_size"] == image_size and row["status"] == "ok":
                 found[row["name"]] = row
     return found

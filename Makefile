@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test lint types unit faults bench-cpu kernels clean
+.PHONY: demo test lint types unit test-browser docs faults bench-cpu kernels clean
 
 demo: $(VENV)/.installed
 	$(BIN)/bicovg train digits
@@ -26,6 +26,15 @@ types: $(VENV)/.dev
 
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest -q --durations=10
+
+# The report page in a headless Chromium (Debian: chromium, chromium-driver); part of `unit` where there is one.
+test-browser: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -rs tests/browser
+
+# The site, in site/; a broken link is an error.
+docs: $(VENV)/.dev
+	$(BIN)/python docs/make_api.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Every fault as often as the full counts say, with a dated table in records/faults; `make test` tries a share of them.
 faults: $(VENV)/.dev
@@ -52,4 +61,4 @@ $(VENV)/.dev: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build site *.egg-info

@@ -50,8 +50,8 @@ class _Constant(torch.autograd.Function):
 def replace_goodness(net: LocalNetwork, stand_in: str) -> None:
     """Take goodness out of every exit; ``stand_in`` is ``constant`` or ``bare``."""
     for block in net.modules():
-        if isinstance(block, Block) and block.goodness is not None:
-            block.goodness = ConstantGoodness(block.goodness.dim)  # type: ignore[assignment]
+        if isinstance(block, Block) and block.readout is not None:
+            block.goodness = ConstantGoodness(block.readout.in_features)
             if stand_in == "bare":
                 block.finish = _bare_finish(block)  # type: ignore[method-assign]
 

@@ -8,6 +8,7 @@ computed without one, so no gradient can leave it: isolation is structural, not 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import cast
 
 import torch
 from jaxtyping import Float, Int
@@ -26,7 +27,7 @@ class Block(nn.Module):
 
     Args:
         index: position in the network; part of the dropout key and of error messages.
-        goodness: None where the block is no exit.
+        goodness: a module from f to a vector of length ``dim``, such as BiCovG; None where the block is no exit.
         alignment: the FAL at this block's entrance, or None.
     """
 
@@ -40,7 +41,7 @@ class Block(nn.Module):
         dropout: float,
         batch_norm: bool,
         num_classes: int,
-        goodness: BiCovG | None,
+        goodness: nn.Module | None,
         alignment: FeatureAlignment | None,
     ) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class Block(nn.Module):
         self.conv = nn.Conv2d(in_channels, channels, 3, padding=1, bias=not batch_norm)
         self.norm = nn.BatchNorm2d(channels) if batch_norm else None
         self.goodness = goodness
-        self.readout = Readout(goodness.dim, num_classes) if goodness is not None else None
+        self.readout = Readout(cast(int, goodness.dim), num_classes) if goodness is not None else None
         self.recomputing = False
 
     def convolve(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d h w"]:
@@ -113,7 +114,7 @@ class Block(nn.Module):
 
     def _fuses(self, y: Tensor) -> bool:
         """Whether batch norm, goodness and tail run as the kernels of ``bicovg.kernels.block``."""
-        if self.norm is None or self.goodness is None or self.goodness.plain or self.recomputing:
+        if self.norm is None or not isinstance(self.goodness, BiCovG) or self.goodness.plain or self.recomputing:
             return False
         from bicovg.kernels.block import fuses_block
 
@@ -124,7 +125,7 @@ class Block(nn.Module):
         from bicovg.kernels.tail import fused_tail
 
         assert self.norm is not None
-        assert self.goodness is not None
+        assert isinstance(self.goodness, BiCovG)
         assert self.readout is not None
         stats = block_statistics(y, self.norm)
         logits = self.readout(block_goodness(y, stats, self.norm, self.goodness.weight, self.goodness.scales))

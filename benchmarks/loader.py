@@ -201,7 +201,7 @@ def describe(device: str) -> dict[str, Any]:
         "machine": platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "load_average": os.getloadavg()[0],
+        "load_average_before": os.getloadavg()[0],
     }
 
 
@@ -215,6 +215,7 @@ def main() -> None:
     args = parser.parse_args()
     report = describe(args.device)
     report["results"] = [row for name in args.recipes for row in measure(name, args.device, args.seconds, args.repeats)]
+    report["load_average_after"] = os.getloadavg()[0]
     device = report["device"].lower().replace(" ", "-")
     version = torch.__version__.split("+")[0]
     out = args.out or ROOT / "benchmarks" / "results" / f"loader-{device}-torch{version}.json"

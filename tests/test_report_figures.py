@@ -1,6 +1,7 @@
 """Drawing: axes, the encoders of PNG and PDF, and the figures as files."""
 
 import itertools
+import json
 import math
 import re
 import xml.etree.ElementTree as ElementTree
@@ -19,6 +20,7 @@ from report_cases import make_run
 from bicovg.data.loader import TensorImages
 from bicovg.report.analysis import PICTURE_SIDE, analyse, shrink
 from bicovg.report.axes import Axis, fit_axis, percent_axis, short_number
+from bicovg.report.benchmarks import bench_charts
 from bicovg.report.charts import Series, bar_chart, grid_chart, line_chart
 from bicovg.report.collect import read_runs
 from bicovg.report.figures import all_charts, compose, write_figures
@@ -47,7 +49,7 @@ def test_a_logarithmic_axis_keeps_the_order_and_holds_its_ticks(values: list[flo
     places = [axis.place(value) for value in sorted(values)]
     assert places == sorted(places, reverse=True)
     assert all(0 <= place <= 200 for place in places)
-    assert all(axis.low <= tick <= axis.high for tick in axis.ticks())
+    assert all(axis.low * (1 - 1e-9) <= tick <= axis.high * (1 + 1e-9) for tick in axis.ticks())
     assert axis.ticks()
 
 
@@ -65,7 +67,8 @@ def test_axes_of_nothing_and_of_one_value_can_be_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (12000, "12k"), (2.5e6, "2.5M"), (0.001, "0.001"), (2e-5, "2e-5"), (99.5, "99.5")]
+    ("value", "text"),
+    [(0, "0"), (12000, "12k"), (2.5e6, "2.5M"), (0.001, "0.001"), (2e-5, "2e-5"), (7.5e-4, "7.5e-4"), (99.5, "99.5")],
 )
 def test_short_numbers(value: float, text: str) -> None:
     assert short_number(value) == text
@@ -177,6 +180,41 @@ def test_a_figure_carries_its_title_and_legend(tmp_path: Path) -> None:
     svg = svg_file(compose(chart))
     for text in ("Accuracy per block", ">block 0<", ">block 3<", ">mean<"):
         assert text in svg
+
+
+def bench_file(folder: Path, gpu: bool) -> None:
+    """A benchmark of the digits' backbone, as ``bicovg bench`` writes it."""
+    rows = []
+    for name, scope, speed in (("strict", "strict", 300.0), ("end-to-end", "end-to-end", 250.0)):
+        memory = {"steady_bytes": 3e9 if gpu else None, "data_bytes": 1e9, "saved_bytes": None if gpu else 2e6}
+        place = {"precision": "float32", "image_size": 8, "batch_size": 64, "run": 0}
+        rows.append(
+            {
+                "name": name,
+                "scope": scope,
+                "status": "ok",
+                "images_per_second": {"median": speed},
+                "memory": memory,
+                **place,
+            }
+        )
+    machine = {"id": 0, "gpu": "a GPU" if gpu else None, "torch": "2.13.0"}
+    folder.mkdir(parents=True)
+    (folder / "bench.json").write_text(json.dumps({"recipe": "digits", "runs": [machine], "rows": rows}))
+    (folder / "other.json").write_text("[1]")
+
+
+@pytest.mark.parametrize(("gpu", "values"), [(True, [2.0, 2.0]), (False, [2.0, 2.0])])
+def test_benchmarks_of_the_same_backbone_are_shown(gpu: bool, values: list[float], tmp_path: Path) -> None:
+    bench_file(tmp_path / "results", gpu)
+    runs = read_runs([make_run(tmp_path / "run", "digits-hgb2")])
+    speed, memory = bench_charts(runs, tmp_path / "results")
+    assert speed.hover["series"][0]["y"] == [300.0, 250.0]
+    assert memory.hover["series"][0]["y"] == values
+    assert memory.hover["series"][0]["name"] == ("GB" if gpu else "MB")
+    other = read_runs([make_run(tmp_path / "other", "cifar100-bicovg")])
+    assert bench_charts(other, tmp_path / "results") == []
+    assert bench_charts(runs, tmp_path / "nowhere") == []
 
 
 def test_analysis_counts_what_a_slow_loop_counts() -> None:

@@ -24,11 +24,11 @@ class Axis:
         return math.log10(value) if self.log else value
 
     def ticks(self, wanted: int = 5, whole: bool = False) -> list[float]:
-        """About ``wanted`` round values inside the range; ``whole`` ones, where the range is longer than 1."""
+        """About ``wanted`` round values inside the range; ``whole`` ones, where the range is that long."""
         if self.log:
             return _log_ticks(self.low, self.high, wanted)
         ticks = _linear_ticks(self.low, self.high, wanted, (1, 2, 5, 10) if whole else (1, 2, 2.5, 5, 10))
-        return [t for t in ticks if t == round(t)] if whole and self.high - self.low > 1 else ticks
+        return [t for t in ticks if t == round(t)] if whole and self.high - self.low >= 1 else ticks
 
 
 def fit_axis(
@@ -88,4 +88,4 @@ def short_number(value: float) -> str:
             return f"{value / {'G': 1e9, 'M': 1e6, 'k': 1e3}[letter]:.4g}{letter}"
     if value == 0 or size >= 1e-3:
         return f"{value:.4g}"
-    return f"{value:.0e}".replace("e-0", "e-")
+    return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-")

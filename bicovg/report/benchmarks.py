@@ -58,19 +58,18 @@ def _charts(result: dict[str, Any], name: str) -> list[Chart]:
     machine = next(entry for entry in result["runs"] if entry["id"] == rows[0]["run"])
     where = f"{machine.get('gpu') or 'CPU'}, torch {machine['torch']}, {rows[0]['precision']}"
     note = f"{result['recipe']} at {rows[0]['image_size']} px, batch {rows[0]['batch_size']}, {where}."
-    speeds = [row["images_per_second"]["median"] for row in rows]
-    memory = [(row["memory"]["steady_bytes"] or 0) - (row["memory"]["data_bytes"] or 0) for row in rows]
     labels = [SHORT[row["name"]] for row in rows]
     inks = [STRONG if row["scope"] == "end-to-end" else BARS for row in rows]
-    found = []
-    for kind, title, unit, values in (
-        ("speed", "Training speed against backprop", "images / s", speeds),
-        ("memory", "Peak memory against backprop", "GB", [value / 1e9 for value in memory]),
-    ):
-        series = [Series(unit, values)]
-        found.append(
-            bar_chart(
-                f"bench-{kind}-{name}", title, labels, series, x_label="", y_label=unit, note=note, wide=True, inks=inks
-            )
-        )
-    return found
+    speeds = [row["images_per_second"]["median"] for row in rows]
+    plots = [("speed", "Training speed against backprop", "images / s", speeds)]
+    if all(row["memory"]["steady_bytes"] for row in rows):
+        peaks = [(row["memory"]["steady_bytes"] - (row["memory"]["data_bytes"] or 0)) / 1e9 for row in rows]
+        plots.append(("memory", "Peak memory against backprop", "GB", peaks))
+    elif all(row["memory"]["saved_bytes"] for row in rows):
+        saved = [row["memory"]["saved_bytes"] / 1e6 for row in rows]
+        plots.append(("memory", "Kept for the backward pass, against backprop", "MB", saved))
+    options: dict[str, Any] = {"x_label": "", "note": note, "wide": True, "inks": inks}
+    return [
+        bar_chart(f"bench-{kind}-{name}", title, labels, [Series(unit, values)], y_label=unit, **options)
+        for kind, title, unit, values in plots
+    ]

@@ -140,7 +140,7 @@ def bar_chart(
     slot = (right - LEFT) / max(1, len(labels))
     centres = [LEFT + slot * (i + 0.5) for i in range(len(labels))]
     _x_ticks(scene, list(zip(centres, labels, strict=True)), crowded=_crowded(labels, slot))
-    thick = min(slot * 0.78 / max(1, len(series)), 46.0)
+    thick = min(slot * 0.78 / max(1, len(series)), 90.0 if wide else 46.0)
     for index, line in enumerate(series):
         for place, value in enumerate(line.values):
             if value is None or not math.isfinite(value):

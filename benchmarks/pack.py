@@ -4,9 +4,9 @@
     python benchmarks/pack.py                                    (a synthetic set of JPEGs)
 
 Decoding alone means: open, decode, convert to RGB, from bytes in memory. Packing adds reading the shards, copying
-the pixels out of Pillow, per-channel sums, hashing, writing and fsync. The process is bound to 1 and then to 2
-cores; the two alternate, and of ``--attempts`` pairs the ``--repeats`` during which other processes used the
-machine least are kept: what they used is in the result. Medians are given.
+the pixels out of Pillow, per-channel sums, hashing, writing and fsync. Each measurement is a process of its own,
+bound to 1 and then to 2 cores; the two alternate, and of ``--attempts`` pairs the ``--repeats`` during which other
+processes used the machine least are kept: what they used is in the result. Medians are given.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
@@ -101,23 +101,31 @@ def clock(work: Callable[[], object]) -> Timing:
     return Timing(wall, cpu, max(0.0, busy - cpu) / wall)
 
 
-def measure(folder: Path, scratch: Path, size: int, repeats: int, attempts: int) -> dict[str, object]:
-    """Both, one after the other, on one and on two cores, to which the process is bound."""
+def run_once(kind: str, folder: Path, scratch: Path, size: int, cores: int) -> Timing:
+    """One measurement in this process, bound to ``cores`` cores."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
     source = open_source(folder)
+    if kind == "pack":
+        return clock(partial(pack, source, scratch, "bench", size=size, jobs=cores, force=True))
     images = [sample.image for split in source.counts for sample in source.samples(split)]
-    encoded = [image for image in images if isinstance(image, bytes)]
-    allowed = sorted(os.sched_getaffinity(0))
-    results: dict[str, object] = {"images": len(encoded), "size": size, "attempts": attempts, "repeats": repeats}
-    for cores in (1, 2):
-        if cores > len(allowed):
-            continue
-        os.sched_setaffinity(0, allowed[:cores])
-        decode = partial(run_pillow, encoded, cores)
-        store = partial(pack, source, scratch, "bench", size=size, jobs=cores, force=True)
-        pairs = [(clock(decode), clock(store)) for _ in range(attempts)]
+    return clock(partial(run_pillow, [image for image in images if isinstance(image, bytes)], cores))
+
+
+def run_child(*arguments: object) -> Timing:
+    """One measurement in a process of its own, as packing is in use: what ran before leaves no traces in memory."""
+    command = [sys.executable, __file__, "--once", *map(str, arguments)]
+    return Timing(**json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+
+
+def measure(folder: Path, scratch: Path, size: int, repeats: int, attempts: int) -> dict[str, object]:
+    """Both, one after the other, on one and on two cores."""
+    images = sum(open_source(folder).counts.values())
+    results: dict[str, object] = {"images": images, "size": size, "attempts": attempts, "repeats": repeats}
+    for cores in range(1, 1 + min(2, len(os.sched_getaffinity(0)))):
+        where = (folder, scratch, size, cores)
+        pairs = [(run_child("pillow", *where), run_child("pack", *where)) for _ in range(attempts)]
         pairs.sort(key=lambda pair: pair[0].others + pair[1].others)
-        results[f"cores_{cores}"] = summarise(pairs[:repeats], len(encoded))
-    os.sched_setaffinity(0, allowed)
+        results[f"cores_{cores}"] = summarise(pairs[:repeats], images)
     return results
 
 
@@ -160,7 +168,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--attempts", type=int, default=5, help="pairs to run; raise it on a shared machine")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/pack-cpu<cores>-torch<version>.json")
+    parser.add_argument("--once", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.once:
+        kind, folder, store, size, cores = args.once
+        print(json.dumps(asdict(run_once(kind, Path(folder), Path(store), int(size), int(cores)))))
+        return
     torch = ".".join(metadata.version("torch").split(".")[:2])
     out = args.out or ROOT / "benchmarks" / "results" / f"pack-cpu{os.cpu_count()}-torch{torch}.json"
     scratch = Path(tempfile.mkdtemp(prefix="bicovg-pack-"))

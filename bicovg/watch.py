@@ -159,6 +159,8 @@ def follow(run: Path, shown: int, display: Display) -> tuple[int, RunData]:
     if count > shown:
         metrics, timing = found.metrics[count - 1], found.timing[-1]
         left = found.epochs - metrics["epoch"] - 1
+        steps = metrics.get("step", 0) // (metrics["epoch"] + 1)
+        display.step(metrics["epoch"], steps, steps)
         display.update(metrics, timing, left * (timing["train_seconds"] + timing.get("eval_seconds", 0.0)))
     return count, found
 
@@ -175,7 +177,7 @@ def watch(run: Path, port: int | None, events: Any = None) -> int:
         print(f"watching {run} at {server.address} (Ctrl-C ends it)", flush=True)
         shown, first = 0, read_run(run)
         try:
-            with Display(config, first.exits, "as trained") as display:
+            with Display(config, first.exits, config.train.engine) as display:
                 while True:
                     shown, found = follow(run, shown, display)
                     if events is not None:

@@ -145,7 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return dispatch(words)
     except UserError as error:
-        print(f"bicovg: {error}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0") if os.environ.get("WORLD_SIZE", "1") != "1" else None
+        print(f"bicovg: {error}" if rank is None else f"bicovg: rank {rank}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("bicovg: interrupted", file=sys.stderr)

@@ -11,27 +11,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from bicovg.checkpoint import find_checkpoint, list_checkpoints, verify_checkpoint
-from bicovg.config import Config, override
+from bicovg.config import Config, TrainConfig, override
 from bicovg.diagnostics import mean_gain
 from bicovg.display import combined_rows, summary_table
+from bicovg.distributed import ALONE, Team, join_team
 from bicovg.errors import StorageError, UserError
 from bicovg.evaluation import report_fusion
+from bicovg.launching import MOVABLE, begin_run
 from bicovg.report.command import finish_run
 from bicovg.runlog import read_config, read_summary, write_json
 from bicovg.stopping import RunLock, Stopper, StopRequested
 from bicovg.trainer import Trainer
-
-MOVABLE = {  # where, how fast and how safely a run goes on, which does not change what it computes
-    "data.root",
-    "data.prefetch",
-    "train.device",
-    "train.threads",
-    "train.engine",
-    "train.save_every",
-    "train.save_seconds",
-    "train.keep",
-    "train.nonfinite",
-}
 
 
 def wide_console() -> Console:
@@ -48,9 +38,9 @@ def make_stopper(max_seconds: float | None) -> Stopper:
 
 def train(config: Config, args: argparse.Namespace) -> int:
     """One run, or one per seed."""
-    with make_stopper(args.max_seconds) as stopper:
+    with join_team(config.train) as team, make_stopper(args.max_seconds) as stopper:
         if args.seeds is None:
-            return 0 if finish(Trainer.start(config, args.out), stopper) else stopper.exit_code
+            return 0 if finish(begin_run(config, args.out, team), stopper) else stopper.exit_code
         if len(set(args.seeds)) != len(args.seeds):
             raise UserError(f"--seeds {' '.join(map(str, args.seeds))} names a seed twice")
         if args.out and Path(args.out).exists():
@@ -58,12 +48,13 @@ def train(config: Config, args: argparse.Namespace) -> int:
         runs = []
         for seed in args.seeds:
             out = str(Path(args.out) / f"s{seed}") if args.out else None
-            trainer = Trainer.start(replace(config, seed=seed), out)
+            trainer = begin_run(replace(config, seed=seed), out, team)
             if not finish(trainer, stopper, quiet=True):
                 return stopper.exit_code
             runs.append(trainer.run)
-    wide_console().print(comparison_table([runs]))
-    print("runs: " + " ".join(map(str, runs)))
+        if team.leads:
+            wide_console().print(comparison_table([runs]))
+            print("runs: " + " ".join(map(str, runs)))
     return 0
 
 
@@ -75,8 +66,9 @@ def resume(args: argparse.Namespace, changes: dict[str, Any]) -> int:
         if path not in MOVABLE:
             raise UserError(f"--{path} cannot change on --resume: it would be another run; start a new one instead")
     run = Path(args.resume)
-    with make_stopper(args.max_seconds) as stopper:
-        trainer = Trainer.resume(run, override(read_config(run), changes))
+    config = override(read_config(run), changes)
+    with join_team(config.train) as team, make_stopper(args.max_seconds) as stopper:
+        trainer = Trainer.resume(run, config, team)
         return 0 if finish(trainer, stopper) else stopper.exit_code
 
 
@@ -84,6 +76,9 @@ def finish(trainer: Trainer, stopper: Stopper, quiet: bool = False) -> bool:
     """Train to the end and print the result; False if it was stopped first."""
     try:
         summary = trainer.train(stopper)
+        if not trainer.team.leads:
+            return True
+        trainer.team = ALONE  # what follows is the leader's alone
         wide_console().print(summary_table(summary))
         page = finish_run(trainer)
     except StopRequested:
@@ -95,23 +90,24 @@ def finish(trainer: Trainer, stopper: Stopper, quiet: bool = False) -> bool:
     return True
 
 
-def open_run(args: argparse.Namespace) -> Trainer:
+def open_run(args: argparse.Namespace, team: Team = ALONE) -> Trainer:
     """A finished or stopped run with its newest weights, nothing written."""
     run = Path(args.run)
     config = read_config(run)
     changes = {"train.device": args.device, "train.engine": "eager"}
     if getattr(args, "data_root", None):
         changes["data.root"] = args.data_root
-    return Trainer.open(run, override(config, changes))
+    return Trainer.open(run, override(config, changes), team)
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    trainer = open_run(args)
     if args.early_exit:
-        return evaluate_early_exit(trainer)
-    summary = trainer.summarise()
-    wide_console().print(summary_table(summary))
-    store_summary(trainer.run, summary)
+        return evaluate_early_exit(open_run(args))
+    with join_team(TrainConfig(device=args.device)) as team:
+        trainer = open_run(args, team)
+        summary = trainer.summarise()
+        wide_console().print(summary_table(summary))
+        store_summary(trainer, summary)
     return 0
 
 
@@ -140,8 +136,11 @@ def early_exit_table(found: dict[str, Any]) -> Table:
     return table
 
 
-def store_summary(run: Path, summary: dict[str, Any]) -> None:
-    """Write summary.json, unless the run is being trained right now."""
+def store_summary(trainer: Trainer, summary: dict[str, Any]) -> None:
+    """The leader writes summary.json, unless the run is being trained right now."""
+    run = trainer.run
+    if not trainer.team.leads:
+        return
     try:
         lock = RunLock(run)
     except StorageError:
@@ -155,18 +154,23 @@ def store_summary(run: Path, summary: dict[str, Any]) -> None:
 
 def fuse(args: argparse.Namespace) -> int:
     """Fit on the chosen images, report on test, keep the weights in summary.json."""
-    trainer = open_run(args)
+    with join_team(TrainConfig(device=args.device)) as team:
+        return fuse_run(open_run(args, team), args)
+
+
+def fuse_run(trainer: Trainer, args: argparse.Namespace) -> int:
     if len(trainer.net.exits) < 2:
         raise UserError(f"{trainer.run} has a single exit: there is nothing to fuse")
     if args.on == "heldout" and "heldout" not in trainer.loaders:
         raise UserError(f"{trainer.run} held nothing out: train it with --data.holdout 0.02, or use --on train")
     summary = read_summary(trainer.run)
     unseen = trainer.config.train.epochs  # an epoch whose augmentation no step has used
-    record, _ = report_fusion(trainer.logits(args.on, unseen), trainer.logits("test"), trainer.config.fusion)
+    fit_on, test = trainer.logits(args.on, unseen), trainer.logits("test")
+    record, _ = report_fusion(fit_on, test, trainer.config.fusion, team=trainer.counters)
     summary["fusion"][args.on] = record
     wide_console().print(summary_table(summary))
     print(f"fusion fitted on {args.on}: N_eff {record['N_eff']:.2f}")
-    store_summary(trainer.run, summary)
+    store_summary(trainer, summary)
     return 0
 
 

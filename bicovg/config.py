@@ -15,6 +15,8 @@ from typing import Any
 from bicovg.backbones import SCOPES
 from bicovg.errors import UserError
 
+NORM_STATS = ("local", "synced")
+
 
 def _field(default: Any, help: str, **limits: Any) -> Any:
     """A setting with its help and its ``choices``, ``low``, ``above``, ``high`` or ``below`` (see bicovg.limits)."""
@@ -114,6 +116,14 @@ class TrainConfig:
     nonfinite: str = _field(
         "stop", "on a NaN or Inf in a unit's loss or gradient: stop, or skip that step", choices=("stop", "skip")
     )
+    processes: int = _field(0, "shares of the batch, one per process, that the run must have; 0: any number", low=0)
+    batch_norm_stats: str = _field(
+        "local", "several processes: batch norm over each one's share (local) or over all (synced)", choices=NORM_STATS
+    )
+    stages: int = _field(1, "stages of consecutive units, each on a process of its own (block parallel)", low=1)
+    cuts: tuple[int, ...] = _field((), "first unit of every stage but the first; empty: balanced by measuring", low=1)
+    queue_depth: int = _field(2, "batches that may wait between two stages", low=1)
+    timeout: float = _field(300.0, "seconds after which a silent process counts as lost", above=0)
     deterministic: bool = _field(False, "only deterministic GPU kernels (slower); the CPU always is")
 
 

@@ -13,12 +13,16 @@ from torch.optim import Optimizer
 
 from bicovg.config import Config
 from bicovg.data.loader import Batch, Loader
+from bicovg.distributed import ALONE, Processes, Team
 from bicovg.draws import DROPOUT, make_keys
-from bicovg.guard import Guard
+from bicovg.guard import Guard, NonFinite
 from bicovg.lanes import OneLane, TwoLanes
 from bicovg.networks import LocalNetwork
 from bicovg.optim import learning_rate, set_learning_rate
+from bicovg.reduction import NoReduction, UnitReduction
+from bicovg.state import Snapshot
 from bicovg.step import local_step
+from bicovg.synced_norm import apply_norm_stats
 
 ENGINES = ("auto", "graph", "compiled", "eager")
 WARMUP_STEPS = 3
@@ -37,9 +41,14 @@ class Schedule:
 
 
 class EagerEngine:
-    """One ``local_step`` per batch of the loader."""
+    """One ``local_step`` per batch of the loader.
+
+    Attributes:
+        exits: which of the network's exits this process trains; all of them, but for a stage of it.
+    """
 
     name = "eager"
+    exits = slice(None)
 
     def __init__(self, net: LocalNetwork, optimizers: list[Optimizer], config: Config, loader: Loader) -> None:
         self.net, self.optimizers, self.config, self.loader = net, optimizers, config, loader
@@ -47,6 +56,18 @@ class EagerEngine:
         shared_clip = config.train.clip_norm is not None and config.train.clip_scope == "global"
         self.guard: Guard | None = Guard(net, optimizers, config.train.nonfinite, shared_clip)
         self.lanes: OneLane | None = None
+        self.reduction: NoReduction | None = None
+
+    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        """What the steps train on."""
+        return self.loader.batches(epoch, start)
+
+    def complete(self, snapshot: Snapshot) -> list[NonFinite]:
+        """Add what other processes train to a snapshot of this one; returns what their guards have found."""
+        return []
+
+    def share_weights(self) -> None:
+        """Give every process the whole network as it is now, to evaluate it."""
 
     def record(self, step: int) -> None:
         """Let the guard note the step just made; raises NonFiniteError when a failure has become known."""
@@ -55,7 +76,7 @@ class EagerEngine:
 
     def steps(self, epoch: int, start: int = 0) -> Iterator[Tensor]:
         """Train from step ``start`` of ``epoch`` on; yields the losses (E,) of each step, on the device."""
-        for offset, batch in enumerate(self.loader.batches(epoch, start)):
+        for offset, batch in enumerate(self.batches(epoch, start)):
             step = epoch * len(self.loader) + start + offset
             set_learning_rate(self.optimizers, self.learning_rate(step))
             losses = self.train_batch(batch, step)
@@ -77,6 +98,7 @@ class EagerEngine:
             keys=make_keys(self.config.seed, DROPOUT, step, batch.indices),
             guard=self.guard,
             lanes=self.lanes,
+            reduction=self.reduction,
         )
 
 
@@ -193,7 +215,26 @@ def compile_units(net: LocalNetwork) -> None:
         unit.forward = torch.compile(unit.forward, dynamic=False)
 
 
-def make_engine(net: LocalNetwork, optimizers: list[Optimizer], config: Config, loader: Loader) -> EagerEngine:
+def make_engine(
+    net: LocalNetwork, optimizers: list[Optimizer], config: Config, loader: Loader, team: Team = ALONE
+) -> EagerEngine:
+    """The engine of this process: of one stage, or of the whole network, its gradients averaged over the team's."""
+    if team.stages > 1:
+        from bicovg.stages import StageEngine
+
+        assert isinstance(team, Processes)
+        return StageEngine(net, optimizers, config, loader, team)
+    if not isinstance(team, Processes):
+        return choose_engine(net, optimizers, config, loader, team)
+    apply_norm_stats(net, config, team)
+    engine = choose_engine(net, optimizers, config, loader, team)
+    engine.reduction = UnitReduction(team, config.train.batch_norm_stats == "local")
+    return engine
+
+
+def choose_engine(
+    net: LocalNetwork, optimizers: list[Optimizer], config: Config, loader: Loader, team: Team
+) -> EagerEngine:
     """The engine ``train.engine`` asks for; where it cannot run, the next best, with one line saying why."""
     wanted, on_gpu = config.train.engine, loader.device.type == "cuda"
     arguments: tuple[Any, ...] = (net, optimizers, config, loader)
@@ -207,7 +248,9 @@ def make_engine(net: LocalNetwork, optimizers: list[Optimizer], config: Config, 
             return CompiledEngine(*arguments)
         print("engine graph needs a CUDA device: running eager", flush=True)
         return EagerEngine(*arguments)
-    if wanted in ("auto", "graph"):
+    if wanted in ("auto", "graph") and team.world > 1:
+        print("engine graph is for one process: running compiled", flush=True)
+    elif wanted in ("auto", "graph"):
         if loader.resident_images is not None:
             return GraphEngine(*arguments)
         print("engine graph needs the data set on the device, and it does not fit: running compiled", flush=True)

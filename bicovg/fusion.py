@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bicovg.distributed import ALONE, Team
 from bicovg.goodness import widen
 
 
@@ -40,24 +41,40 @@ class LogisticFusion(nn.Module):
         return torch.einsum("e,ebk->bk", scale, widen(logits).to(self.alpha.dtype))
 
     def fit(
-        self, logits: Float[Tensor, "e b k"], labels: Int[Tensor, " b"], steps: int = 500, lr: float = 0.01
+        self,
+        logits: Float[Tensor, "e b k"],
+        labels: Int[Tensor, " b"],
+        steps: int = 500,
+        lr: float = 0.01,
+        team: Team = ALONE,
     ) -> "LogisticFusion":
-        """Full-batch Adam on cross-entropy over cached logits."""
+        """Full-batch Adam on cross-entropy over cached logits: this process's part of a team's."""
         logits = widen(logits).detach()
         optimizer = torch.optim.Adam(self.parameters(), lr=lr)
+        count = int(team.add(torch.tensor([len(labels)])))
         for _ in range(steps):
             optimizer.zero_grad()
-            torch.autograd.backward(F.cross_entropy(self(logits), labels))
+            reduction = "mean" if team.world == 1 else "sum"
+            loss = F.cross_entropy(self(logits), labels, reduction=reduction)
+            torch.autograd.backward(loss if team.world == 1 else loss / count)
+            for parameter in self.parameters():
+                assert parameter.grad is not None
+                team.add(parameter.grad)
             optimizer.step()
         return self
 
 
-def top_k_accuracy(logits: Float[Tensor, "b k"], labels: Int[Tensor, " b"], k: int = 1) -> float:
-    """Share of samples whose label is among the k largest logits, in percent. Ties count against the label."""
+def top_k_accuracy(logits: Float[Tensor, "b k"], labels: Int[Tensor, " b"], k: int = 1, team: Team = ALONE) -> float:
+    """Share of samples whose label is among the k largest logits, in percent. Ties count against the label.
+
+    The samples of all the team's processes count, each once.
+    """
     true = logits.gather(1, labels[:, None])
     # a rival with an equal logit counts as larger: a constant predictor scores 0, not 100
     larger = (logits >= true).sum(dim=1) - 1
-    return 100.0 * ((larger >= 0) & (larger < k)).double().mean().item()  # a NaN logit compares false: larger is -1
+    hits = (larger >= 0) & (larger < k)  # a NaN logit compares false: larger is -1
+    counted: list[int] = team.add(torch.tensor([int(hits.sum()), len(labels)])).tolist()
+    return 100.0 * (counted[0] / counted[1])
 
 
 def first_best(accuracies: list[float]) -> int:

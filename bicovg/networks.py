@@ -34,10 +34,12 @@ class LocalNetwork(nn.Module):
     Args:
         units: modules with ``forward(x, keys, emit)``, ``learn(x, labels, keys, emit)`` and ``exits``.
         stem: side of the average pool on the input image; 1 for none.
+        hands_on: whether the last unit emits its output, for a network that goes on elsewhere.
     """
 
-    def __init__(self, units: Sequence[nn.Module], stem: int = 1) -> None:
+    def __init__(self, units: Sequence[nn.Module], stem: int = 1, hands_on: bool = False) -> None:
         super().__init__()
+        self.hands_on = hands_on
         self.units = nn.ModuleList(units)
         self.stem = stem
         self.exits: list[int] = [index for unit in units for index in unit.exits]  # type: ignore[union-attr]

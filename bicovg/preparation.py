@@ -39,6 +39,8 @@ def check_config(config: Config) -> None:
     except (ValueError, RuntimeError, TypeError, OverflowError) as error:
         # torch refuses sizes beyond its integers with a RuntimeError or TypeError of its own
         raise UserError(f"this network cannot be built: {str(error).splitlines()[0]}") from None
+    if train.batch_norm_stats == "synced" and config.model.checkpointing:
+        raise UserError("--train.batch_norm_stats synced does not go with --model.checkpointing true: use one of them")
     if train.engine not in ENGINES:
         raise UserError(f"--train.engine {train.engine!r} is unknown: choose one of {', '.join(ENGINES)}")
 

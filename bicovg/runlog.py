@@ -155,12 +155,14 @@ def find_commit() -> str | None:
 
 
 class RunLog:
-    """Appends to a run folder's line files."""
+    """Appends to a run folder's line files, if this process ``writes``."""
 
-    def __init__(self, run: Path) -> None:
-        self.run = run
+    def __init__(self, run: Path, writes: bool = True) -> None:
+        self.run, self.writes = run, writes
 
     def append(self, name: str, record: dict[str, Any]) -> None:
+        if not self.writes:
+            return
         try:
             append_line(self.run / name, json.dumps(record))
         except OSError as error:
@@ -172,7 +174,7 @@ class RunLog:
     def metrics(self) -> bytes:
         """metrics.jsonl so far."""
         path = self.run / "metrics.jsonl"
-        return read_regular(path, MAX_TEXT) if path.exists() else b""
+        return read_regular(path, MAX_TEXT) if self.writes and path.exists() else b""
 
     def restore(self, metrics: bytes, epoch: int, step: int) -> None:
         """The line files as they stood at a checkpoint; of timing and events, what lies before it."""

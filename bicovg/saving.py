@@ -22,7 +22,6 @@ class Saver:
         self.run, self.keep, self.seconds = run, keep, seconds
         self._pool = ThreadPoolExecutor(1, "bicovg-saver")
         self._writing: Future[Path] | None = None
-        self._last_name: str | None = None
         self._last_time = time.monotonic()
 
     def due(self) -> bool:
@@ -31,15 +30,11 @@ class Saver:
             self.wait()
         return self.seconds > 0 and time.monotonic() - self._last_time >= self.seconds
 
-    def has(self, name: str) -> bool:
-        """Whether this is the checkpoint written last."""
-        return name == self._last_name
-
     def save(self, snapshot: Snapshot) -> None:
         """Hand over to the thread, once it is done with the one before."""
         self.wait()
         self._writing = self._pool.submit(self._write, snapshot)
-        self._last_name, self._last_time = snapshot.name, time.monotonic()
+        self._last_time = time.monotonic()
 
     def wait(self) -> None:
         """Until everything handed over is on disk and verified."""

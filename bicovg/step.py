@@ -10,6 +10,7 @@ and is stepped by its own optimizer. Nothing else happens:
 Both give the same parameters bit for bit (CPU, float32), because no unit's gradient depends on another unit.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from bicovg.guard import Guard, Unguarded
 from bicovg.lanes import OneLane
 from bicovg.networks import LocalNetwork
+from bicovg.reduction import NoReduction
 from bicovg.signals import Credit, assign_gradients
 
 PRECISIONS: dict[str | None, torch.dtype | None] = {None: None, "float32": None, "bfloat16": torch.bfloat16}
@@ -37,6 +39,7 @@ def local_step(
     keys: Int[Tensor, " b"] | None = None,
     guard: Guard | None = None,
     lanes: OneLane | None = None,
+    reduction: NoReduction | None = None,
 ) -> Float[Tensor, " e"]:
     """Train every unit once on one batch.
 
@@ -47,20 +50,23 @@ def local_step(
         keys: per-sample dropout keys; drawn from the generator when absent.
         guard: holds back a unit, and those after it, whose loss or gradient is not finite.
         lanes: GPU streams for interleaved units to overlap on.
+        reduction: averages each unit's gradients over several processes.
 
     Returns:
         The loss of every exit.
     """
     check_step(schedule, clip_norm, clip_scope, precision)
+    if len(optimizers) != len(net.units):
+        raise ValueError(f"{len(optimizers)} optimizers for {len(net.units)} units: give one per unit")
     net.train()
     keys = net.sample_keys(images) if keys is None else keys
     dtype = PRECISIONS[precision]
-    watch = Unguarded() if guard is None else guard
+    watch, shared = Unguarded() if guard is None else guard, reduction or NoReduction()
     with watch, torch.autocast(images.device.type, dtype=dtype, enabled=dtype is not None):
         x = net.prepare(images)
         if schedule == "summed":
-            return _summed(net, optimizers, x, labels, keys, clip_norm, clip_scope, watch)
-        return _interleaved(net, optimizers, x, labels, keys, clip_norm, watch, lanes or OneLane())
+            return _summed(net, optimizers, x, labels, keys, clip_norm, clip_scope, watch, shared)
+        return _interleaved(net, optimizers, x, labels, keys, clip_norm, watch, lanes or OneLane(), shared)
 
 
 def check_step(schedule: str, clip_norm: float | None, clip_scope: str, precision: str | None) -> None:
@@ -89,20 +95,32 @@ def _interleaved(
     clip_norm: float | None,
     guard: Unguarded,
     lanes: OneLane,
+    reduction: NoReduction,
 ) -> Tensor:
-    losses = []
-    for index, (unit, optimizer) in enumerate(zip(net.units, optimizers, strict=True)):
+    losses: list[Tensor] = []
+    waiting: deque[int] = deque()
+
+    def finish(index: int) -> None:
+        reduction.collect(index)
+        norm = None if clip_norm is None else clip_gradients(net.units[index], clip_norm)
+        with lanes.in_order():
+            guard.check(index, losses[index], norm)
+        guard.step(index, optimizers[index])
+        optimizers[index].zero_grad()
+
+    for index, unit in enumerate(net.units):
         with lanes.lane(index):
-            credit = unit.learn(x, labels, keys, emit=index + 1 < len(net.units))  # type: ignore[operator]
+            credit = unit.learn(x, labels, keys, emit=net.hands_on or index + 1 < len(net.units))  # type: ignore[operator]
             x = lanes.hand_over(credit.output)
             losses.append(credit.losses)
             assign_gradients([credit])
             del credit  # the unit's graph goes here, before the next unit builds its own
-            norm = None if clip_norm is None else clip_gradients(unit, clip_norm)
-            with lanes.in_order():
-                guard.check(index, losses[-1], norm)
-            guard.step(index, optimizer)
-            optimizer.zero_grad()
+            reduction.launch(index, unit, losses[-1])
+            waiting.append(index)
+            if len(waiting) > reduction.lag:
+                finish(waiting.popleft())
+    for index in waiting:
+        finish(index)
     lanes.join()
     return torch.cat(losses)
 
@@ -116,6 +134,7 @@ def _summed(
     clip_norm: float | None,
     clip_scope: str,
     guard: Unguarded,
+    reduction: NoReduction,
 ) -> Tensor:
     credits: list[Credit] = []
     for index, unit in enumerate(net.units):
@@ -123,6 +142,9 @@ def _summed(
         x = credits[-1].output
     assign_gradients(credits)
     for index, (unit, credit) in enumerate(zip(net.units, credits, strict=True)):
+        reduction.launch(index, unit, credit.losses)
+    for index, (unit, credit) in enumerate(zip(net.units, credits, strict=True)):
+        reduction.collect(index)
         norm = clip_gradients(unit, clip_norm) if clip_norm is not None and clip_scope == "unit" else None
         guard.check(index, credit.losses, norm)
     if clip_norm is not None and clip_scope == "global":

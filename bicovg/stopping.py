@@ -18,6 +18,7 @@ from bicovg.durable import read_regular
 from bicovg.errors import StorageError, UserError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+TIME_UP = 1  # a wish to stop that is no exit code: below those of all signals
 
 
 class StopRequested(Exception):
@@ -55,17 +56,27 @@ class Stopper:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
+    def wish(self) -> int:
+        """0, or why this process wishes to stop: the exit code of its signal, or TIME_UP."""
+        late = self.max_seconds is not None and time.monotonic() - self.begun >= self.max_seconds
+        return self.exit_code or (TIME_UP if late else 0)
+
+    def obey(self, wish: int) -> None:
+        """Raises StopRequested where ``wish``, this process's or another's, is to stop."""
+        if wish == TIME_UP:
+            self.reason = "the time limit" if self.max_seconds is None else f"the limit of {self.max_seconds:g} s"
+        elif wish and not self.exit_code:
+            self.reason, self.exit_code = f"{signal.Signals(wish - 128).name} on another rank", wish
+        if wish:
+            raise StopRequested
+
     def check_signals(self) -> None:
         """Between two batches of anything: raises StopRequested if a signal came."""
-        if self.exit_code:
-            raise StopRequested
+        self.obey(self.exit_code)
 
     def check(self) -> None:
         """After a training step: raises StopRequested if a signal came or the time is up."""
-        self.check_signals()
-        if self.max_seconds is not None and time.monotonic() - self.begun >= self.max_seconds:
-            self.reason = f"the limit of {self.max_seconds:g} s"
-            raise StopRequested
+        self.obey(self.wish())
 
 
 class RunLock:

@@ -1,24 +1,26 @@
 """Epochs, evaluation, logging, checkpoints, resume."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bicovg.checkpoint import METRICS, checkpoint_name, read_checked, walk_back
+from bicovg.checkpoint import FOLDER, METRICS, Unusable, checkpoint_name, read_checked, walk_back
 from bicovg.config import Config
-from bicovg.data.loader import Batch
+from bicovg.data.loader import Batch, Loader
 from bicovg.data.splits import Splits, load_splits, make_loaders
 from bicovg.display import Display
+from bicovg.distributed import ALONE, Team
 from bicovg.engine import make_engine
 from bicovg.errors import NonFiniteError, UserError
-from bicovg.evaluation import collect_logits, exit_accuracies, report_exits, report_fusion
-from bicovg.fusion import mean_logits, top_k_accuracy
-from bicovg.networks import LocalNetwork, count_parameters
+from bicovg.evaluation import collect_logits, gather_logits
+from bicovg.guard import NonFinite
+from bicovg.networks import LocalNetwork
 from bicovg.optim import make_optimizers
 from bicovg.preparation import build_on as build_on
 from bicovg.preparation import check_config as check_config
@@ -29,11 +31,15 @@ from bicovg.runlog import RunLog, describe_environment, new_run_folder, write_js
 from bicovg.saving import Saver
 from bicovg.state import Progress, Snapshot, load_state, read_progress, read_weights
 from bicovg.stopping import RunLock, Stopper, StopRequested
+from bicovg.summary import make_summary, measure_curve
 
 
 @dataclass
 class Trainer:
-    """One run: build with ``start`` or ``resume``, then ``train``; or ``open`` to evaluate."""
+    """One run: build with ``start`` or ``resume``, then ``train``; or ``open`` to evaluate.
+
+    Of several processes, each has one with the same ``team``; only the leader's writes.
+    """
 
     config: Config
     run: Path
@@ -43,9 +49,10 @@ class Trainer:
     progress: Progress = field(default_factory=Progress)
     lock: RunLock | None = None
     stopper: Stopper = field(default_factory=Stopper)
+    team: Team = ALONE
 
     @classmethod
-    def start(cls, config: Config, out: str | None = None) -> "Trainer":
+    def start(cls, config: Config, out: str | None = None, team: Team = ALONE) -> "Trainer":
         """Check everything, then create the run folder."""
         check_config(config)
         device = pick_device(config.train.device)
@@ -56,58 +63,63 @@ class Trainer:
             )
         set_up_process(config)
         net = build_on(config, device)
-        run = new_run_folder(config, out)
-        trainer = cls(config, run, net, splits, device, lock=RunLock(run))
+        run = Path(team.tell(str(new_run_folder(config, out)) if team.leads else ""))
+        trainer = cls(config, run, net, splits, device, lock=RunLock(run) if team.leads else None, team=team)
         trainer._make_ready()
-        trainer._open_log(b"")
+        if team.leads:
+            trainer._open_log(b"")
         return trainer
 
     @classmethod
-    def resume(cls, run: Path, config: Config) -> "Trainer":
+    def resume(cls, run: Path, config: Config, team: Team = ALONE) -> "Trainer":
         """Continue from the newest checkpoint that can be used, or from the beginning if none was written yet."""
         check_config(config)
         set_up_process(config)
         device = pick_device(config.train.device)
-        lock = RunLock(run)
-        trainer = cls(config, run, build_on(config, device), load_splits(config.data), device, lock=lock)
+        lock = RunLock(run) if team.leads else None
+        trainer = cls(config, run, build_on(config, device), load_splits(config.data), device, lock=lock, team=team)
         trainer._make_ready()
+        if not team.leads:
+            trainer._follow(team.tell(""))
+            return trainer
         path, metrics, skipped = walk_back(run, trainer._load)
-        for line in skipped:
-            print(line)
+        print("".join(f"{line}\n" for line in skipped), end="")
         if path is None and skipped:
             raise UserError(
                 f"none of the {len(skipped)} checkpoints of {run} can be used: restore one, or move "
                 f"{run / 'checkpoints'} away to begin anew"
             )
+        team.tell(path.name if path else "")
         print(f"resuming {run} from {path.name if path else 'the beginning: it has no checkpoint yet'}")
         trainer._open_log(metrics or b"")
         return trainer
 
     @classmethod
-    def open(cls, run: Path, config: Config) -> "Trainer":
+    def open(cls, run: Path, config: Config, team: Team = ALONE) -> "Trainer":
         """The newest weights of a run, to evaluate; nothing is written."""
         check_config(config)
         device = pick_device(config.train.device)
         set_up_process(config)
         net = build_on(config, device)
         path, weights, skipped = walk_back(run, lambda path: (read_weights(path, net), read_progress(path)))
-        for line in skipped:
-            print(line)
+        print("".join(f"{line}\n" for line in skipped), end="")
         if path is None or weights is None:
             raise UserError(f"{run} has no usable checkpoint yet: train it with `bicovg train --resume {run}`")
         net.load_state_dict(weights[0])
-        trainer = cls(config, run, net, load_splits(config.data), device, weights[1])
+        trainer = cls(config, run, net, load_splits(config.data), device, weights[1], team=team)
         trainer._make_ready()
         return trainer
 
     def _make_ready(self) -> None:
-        self.log = RunLog(self.run)
+        self.team.copy_leader((*self.net.parameters(), *self.net.buffers()))
+        self.log = RunLog(self.run, writes=self.team.leads)
         self.saver = Saver(self.run, self.config.train.keep, self.config.train.save_seconds)
         self.optimizers = make_optimizers(self.net, self.config.optim, self.device)
         # sum of the finite losses of each exit since the epoch began, and their number
         self.losses = torch.zeros(2, len(self.net.exits), dtype=torch.float64, device=self.device)
-        self.loaders = make_loaders(self.splits, self.config, self.device)
-        self.engine = make_engine(self.net, self.optimizers, self.config, self.loaders["train"])
+        self.loaders = make_loaders(self.splits, self.config, self.device, self.team)
+        self.engine = make_engine(self.net, self.optimizers, self.config, self.loaders["train"], self.team)
+        self._saved: str | None = None
 
     def _load(self, checkpoint: Path) -> bytes:
         """Take a checkpoint's state; returns the metrics up to it. Nothing has changed where it is Unusable."""
@@ -117,13 +129,21 @@ class Trainer:
         )
         return metrics
 
+    def _follow(self, name: str) -> None:
+        """Take the checkpoint that the leader took."""
+        try:
+            if name:
+                self._load(self.run / FOLDER / name)
+        except Unusable as reason:
+            repair = "put the run folder where every machine sees it"
+            raise UserError(f"{name} of {self.run} cannot be used here, {reason}: {repair}") from None
+
     def _open_log(self, metrics: bytes) -> None:
         self.log.restore(metrics, self.progress.epoch, self.progress.step)
-        write_json(self.run / "env.json", describe_environment(self.device.type, torch.get_num_threads()))
-        write_json(
-            self.run / "data.json",
-            {"classes": self.splits.classes, "mean": self.splits.mean, "std": self.splits.std},
-        )
+        grid = {"processes": self.team.data, "stages": self.team.stages}
+        write_json(self.run / "env.json", describe_environment(self.device.type, torch.get_num_threads()) | grid)
+        data = {"classes": self.splits.classes, "mean": self.splits.mean, "std": self.splits.std}
+        write_json(self.run / "data.json", data)
 
     def train(self, stopper: Stopper | None = None) -> dict[str, Any]:
         """Run to the end and return the summary; raises StopRequested, all saved, if ``stopper`` asked to stop."""
@@ -136,7 +156,8 @@ class Trainer:
                     self._close_epoch(display)
             self.save(wait=True)
             summary = self.summarise()
-            write_json(self.run / "summary.json", summary)
+            if self.team.leads:
+                write_json(self.run / "summary.json", summary)
             return summary
         except StopRequested:
             self.save(wait=True)
@@ -158,28 +179,40 @@ class Trainer:
         loader, progress = self.loaders["train"], self.progress
         self._epoch_begun, self._epoch_start = time.perf_counter(), progress.step_in_epoch
         waited = loader.wait_seconds
-        self.stopper.check_signals()
+        self._pause(self.stopper.exit_code)
         for losses in self.engine.steps(progress.epoch, progress.step_in_epoch):
             self._add_losses(losses)
             progress.step_in_epoch += 1
             progress.step += 1
             display.step(progress.epoch, progress.step_in_epoch, len(loader))
             self._note_events()
-            self.stopper.check()
-            if self.saver.due():
+            if self._pause(self.stopper.wish(), self.saver.due()):
                 self.save()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self._epoch_seconds = time.perf_counter() - self._epoch_begun
         self._epoch_waited = loader.wait_seconds - waited
 
+    def _pause(self, wish: int, due: bool = False) -> bool:
+        """Between two batches: StopRequested if a process wishes to stop; whether to write a checkpoint."""
+        wish, due = self.team.consult(wish, due)
+        self.stopper.obey(wish)
+        return due
+
     def _add_losses(self, losses: Tensor) -> None:
+        sums = self.losses[:, self.engine.exits]
         if self.config.train.nonfinite == "skip":
             finite = losses.isfinite()
-            self.losses += torch.stack([losses.where(finite, 0), finite])
+            sums += torch.stack([losses.where(finite, 0), finite])
         else:  # the run stops before a loss that is not finite is reported
-            self.losses[0] += losses
-            self.losses[1] += 1
+            sums[0] += losses
+            sums[1] += 1
+
+    def _all_losses(self) -> Tensor:
+        """The running losses with those of other stages."""
+        own = torch.zeros_like(self.losses)
+        own[:, self.engine.exits] = self.losses[:, self.engine.exits]
+        return self.team.add_stages(own)
 
     def _close_epoch(self, display: Display) -> None:
         """Evaluate, log, show; then the next epoch begins. A stop during evaluation leaves the epoch open."""
@@ -193,52 +226,60 @@ class Trainer:
             "loader_wait_share": self._epoch_waited / self._epoch_seconds,
             "peak_memory_bytes": peak_memory(self.device),
         }
+        losses = self._all_losses()
         metrics: dict[str, Any] = {
             "epoch": progress.epoch,
             "step": progress.step,
             "lr": self.engine.learning_rate(progress.step - 1),
-            "loss": (self.losses[0] / self.losses[1].clamp(min=1)).tolist(),
+            "loss": (losses[0] / losses[1].clamp(min=1)).tolist(),
         }
         last = progress.epoch + 1 == config.epochs
         if last or (progress.epoch + 1) % config.eval_every == 0:
-            metrics.update(self._evaluate_curve())
+            metrics.update(measure_curve(self))
         timing["eval_seconds"] = time.perf_counter() - self._epoch_begun - self._epoch_seconds
         self.log.append("metrics.jsonl", metrics)
         self.log.append("timing.jsonl", timing)
-        remaining = config.epochs - progress.epoch - 1
-        display.update(metrics, timing, remaining * (timing["train_seconds"] + timing["eval_seconds"]))
+        seconds = timing["train_seconds"] + timing["eval_seconds"]
+        display.update(metrics, timing, (config.epochs - progress.epoch - 1) * seconds)
         progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
         self.losses.zero_()
         if config.save_every and progress.epoch % config.save_every == 0:
             self.save()
 
-    def _evaluate_curve(self) -> dict[str, Any]:
-        split = "heldout" if "heldout" in self.loaders else "test"
-        logits, labels = self.logits(split)
-        return {
-            "split": split,
-            **exit_accuracies(logits, labels),
-            "mean_top1": top_k_accuracy(mean_logits(logits), labels),
-        }
+    @property
+    def counters(self) -> Team:
+        """The processes among which ``logits`` are spread; stages of one network each have all of them."""
+        return self.team if self.team.data > 1 else ALONE
 
     def logits(self, split: str, epoch: int = 0) -> tuple[Tensor, Tensor]:
         """Exit logits and labels of ``train`` (plain), ``augmented``, ``heldout`` or ``test`` images."""
         loader = self.loaders[{"train": "plain"}.get(split, split)]
-        return collect_logits(self.net, self._interruptible(loader.batches(epoch)), self.config.train.precision)
+        batches, precision = self._take_turns(loader, epoch), self.config.train.precision
+        logits, labels = collect_logits(self.net, batches, precision, self.config.data.num_classes)
+        return gather_logits(logits, loader, self.team) if self.team.stages > self.team.data == 1 else (logits, labels)
 
-    def _interruptible(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        for batch in batches:
-            self.stopper.check_signals()
-            yield batch
+    def _take_turns(self, loader: Loader, epoch: int) -> Iterator[Batch]:
+        """This process's batches, every ``world``-th of all; all processes pause equally often."""
+        batches = loader.batches(epoch, min(self.team.rank, len(loader)), self.team.world)
+        for _ in range(0, len(loader), self.team.world):
+            self._pause(self.stopper.exit_code)
+            yield from islice(batches, 1)
 
     def save(self, wait: bool = False) -> None:
         """Hand a checkpoint of this step to the saver's thread; ``wait`` until it is on disk."""
         self._flush_guard()
-        if not self.saver.has(checkpoint_name(self.progress.step, self.progress.epoch)):
+        name = checkpoint_name(self.progress.step, self.progress.epoch)
+        if name != self._saved and self.team.share == 0:
             self.progress.seconds = time.monotonic() - self._begun
-            self.saver.save(Snapshot(self.net, self.optimizers, self.losses, self.progress, self.log.metrics()))
+            losses = self._all_losses()
+            snapshot = Snapshot(self.net, self.optimizers, losses, self.progress, self.log.metrics())
+            self._log_events(self.engine.complete(snapshot))
+            if self.team.leads:
+                self.saver.save(snapshot)
+        self._saved = name
         if wait:
             self.saver.wait()
+            self.team.meet()
 
     def _flush_guard(self) -> None:
         """Nothing is saved or reported before the host has seen every flag up to here."""
@@ -247,31 +288,13 @@ class Trainer:
             self._note_events()
 
     def _note_events(self) -> None:
-        while self.engine.guard is not None and self.engine.guard.events:
-            event = self.engine.guard.events.pop(0)
-            self.log.append("events.jsonl", {"event": "nonfinite", **asdict(event)})
+        if self.engine.guard is not None and self.team.stage == 0:  # a later stage's come with its state
+            self._log_events(self.engine.guard.events)
+
+    def _log_events(self, events: list[NonFinite]) -> None:
+        while events:
+            self.log.append("events.jsonl", {"event": "nonfinite", **asdict(events.pop(0))})
 
     def summarise(self) -> dict[str, Any]:
-        """Final accuracies on test by every rule; nothing is chosen on test but what says so."""
-        test = self.logits("test")
-        heldout = self.logits("heldout") if "heldout" in self.loaders else None
-        heldout_top1 = exit_accuracies(*heldout)["top1"] if heldout else None
-        fusion: dict[str, Any] = {"train": None, "heldout": None, "augmented": None}
-        if len(self.net.exits) > 1:
-            fusion["train"], _ = report_fusion(self.logits("train"), test, self.config.fusion)
-            if heldout:
-                fusion["heldout"], _ = report_fusion(heldout, test, self.config.fusion)
-        return {
-            "recipe": self.config.recipe,
-            "seed": self.config.seed,
-            "scope": self.config.model.scope,
-            "data": self.config.data.name,
-            "epochs": self.progress.epoch,
-            "exit_blocks": self.net.exits,
-            "test": report_exits(*test, heldout_top1),
-            "heldout_top1": heldout_top1,
-            "fusion": fusion,
-            "parameters": count_parameters(self.net),
-            "engine": self.engine.name,
-            "wall_seconds": self.progress.seconds,
-        }
+        """Final accuracies on test by every rule."""
+        return make_summary(self)

@@ -8,7 +8,7 @@ it depends on what was drawn before.
 
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import islice
@@ -240,14 +240,15 @@ class Loader:
         x = augment(images, keys, self.augmentation, self.constants, sizes)
         return Batch(indices, x, self.resident_labels.index_select(0, indices))
 
-    def batches(self, epoch: int, start_step: int = 0) -> Generator[Batch, None, None]:
-        """The epoch's batches from ``start_step`` on; close the iterator to stop its thread early."""
+    def batches(self, epoch: int, start_step: int = 0, stride: int = 1) -> Generator[Batch, None, None]:
+        """Every ``stride``-th of the epoch's batches from ``start_step`` on; close it to stop its thread early."""
         if not 0 <= start_step <= len(self):
             raise UserError(f"step {start_step} is not in an epoch of {len(self)} steps: resume the same run")
         order = self.order(epoch)
         on_device, host = order.to(self.device), self.device.type == "cpu"
-        with closing(self._fetch_ahead(order.numpy(), start_step)) as fetched:
-            for step in range(start_step, len(self)):
+        steps = range(start_step, len(self), stride)
+        with closing(self._fetch_ahead(order.numpy(), iter(steps))) as fetched:
+            for step in steps:
                 began = time.perf_counter()
                 images = next(fetched)
                 waited = time.perf_counter()
@@ -258,12 +259,11 @@ class Loader:
                 self.wait_seconds += (time.perf_counter() if host else waited) - began
                 yield batch
 
-    def _fetch_ahead(self, order: Indices, start_step: int) -> Generator[Any, None, None]:
+    def _fetch_ahead(self, order: Indices, steps: Iterator[int]) -> Generator[Any, None, None]:
         """What ``_fetch`` returns for each step, by a thread that is up to ``prefetch`` steps ahead.
 
         An error in the thread is raised here; closing this generator waits for the one gather under way.
         """
-        steps = iter(range(start_step, len(self)))
         if self.resident_images is not None or self.prefetch == 0:
             for step in steps:
                 yield self._fetch(order, step)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from bicovg.config import Config, DataConfig
 from bicovg.data.augment import Augmentation
 from bicovg.data.loader import ImageSource, Loader, MappedImages, TensorImages, VariableImages
+from bicovg.distributed import ALONE, Team
 from bicovg.errors import UserError
 
 EVAL_BATCH = 512
@@ -165,8 +166,8 @@ def _packed(config: DataConfig) -> Splits:
     )
 
 
-def make_loaders(splits: Splits, config: Config, device: torch.device) -> dict[str, Loader]:
-    """Loaders by name.
+def make_loaders(splits: Splits, config: Config, device: torch.device, team: Team = ALONE) -> dict[str, Loader]:
+    """Loaders by name; that of ``train`` loads this process's share of every batch, the others whole batches.
 
     ``train`` is shuffled and augmented; ``plain`` and ``augmented`` are the training images in their own order,
     as they are or freshly augmented, for fusion; ``test`` and, where images are held out, ``heldout``.
@@ -188,6 +189,8 @@ def make_loaders(splits: Splits, config: Config, device: torch.device) -> dict[s
             drop_last=not ordered,
             prefetch=data.prefetch,
             resident=resident,
+            rank=0 if ordered else team.share,
+            world=1 if ordered else team.data,
         )
 
     train = make(splits.train, training, ordered=False)

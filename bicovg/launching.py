@@ -1,0 +1,51 @@
+"""How a run begins: anew, or, when torchrun has restarted its processes, where its last checkpoint stands."""
+
+import os
+from pathlib import Path
+
+from bicovg.config import Config, override, walk_settings
+from bicovg.distributed import Team
+from bicovg.errors import UserError
+from bicovg.runlog import read_config
+from bicovg.trainer import Trainer
+
+MOVABLE = {  # where, how fast and how safely a run goes on, which does not change what it computes
+    "data.root",
+    "data.prefetch",
+    "train.device",
+    "train.threads",
+    "train.engine",
+    "train.save_every",
+    "train.save_seconds",
+    "train.keep",
+    "train.nonfinite",
+    "train.processes",
+    "train.stages",
+    "train.cuts",
+    "train.queue_depth",
+    "train.timeout",
+}
+
+
+def begin_run(config: Config, out: str | None, team: Team) -> Trainer:
+    """A new run in ``out``; under ``torchrun --max-restarts`` the run that is already there, if it is this one."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if restarts and out is None:
+        raise UserError("torchrun --max-restarts needs --out DIR, so that a restarted run finds its folder")
+    begun = team.leads and restarts and find_begun(config, Path(out or ""))
+    if out is not None and team.tell("begun" if begun else "new") == "begun":
+        return Trainer.resume(Path(out), config, team)
+    return Trainer.start(config, out, team)
+
+
+def find_begun(config: Config, run: Path) -> bool:
+    """Whether this very run has begun in the folder; an empty one that was left behind is removed."""
+    if not run.exists():
+        return False
+    if not any(run.iterdir()):
+        run.rmdir()
+        return False
+    found, settings = read_config(run), {setting.path: setting.default for setting in walk_settings(config)}
+    if override(found, {path: settings[path] for path in MOVABLE}) != config:
+        raise UserError(f"--out {run} holds a run with other settings: choose another folder")
+    return True

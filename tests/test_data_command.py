@@ -58,10 +58,12 @@ def test_verify_and_list_report_damage(capsys: pytest.CaptureFixture[str]) -> No
     assert run(capsys, "data verify pets")[:2] == (1, "pets: train.images has changed since it was packed\n")
     Path("data/pets/test.labels").unlink()
     Path("data/pets.partial-1").mkdir()
+    Path("data/notes").mkdir()
     code, out, _ = run(capsys, "data list")
     assert code == 0
     assert "'pets' in data is damaged, test.labels is missing" in out
     assert "pets.partial-1: left by an interrupted packing" in out
+    assert "notes" not in out
     code, out, _ = run(capsys, "data pack pets --from photos --force")
     assert out.startswith("removed pets.partial-1, left by an interrupted packing\npets: train 16, test 4 images")
     assert not Path("data/pets.partial-1").exists()

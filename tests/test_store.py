@@ -265,6 +265,8 @@ def test_requests_that_cannot_work_are_refused_before_decoding(tmp_path: Path) -
     with pytest.raises(UserError, match="exists and is not a packed store: choose another name"):
         pack(source, tmp_path, "p", force=True)  # the source itself
     assert len(list((tmp_path / "p").iterdir())) == 4
+    with pytest.raises(UserError, match="is not a packed store: give another root or name"):
+        PackedStore.open(tmp_path, "p")
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="packing new stopped"):
         pack(source, tmp_path / "file", "new")

@@ -206,19 +206,20 @@ def _run_verify(args: argparse.Namespace) -> int:
 
 
 def _run_list(args: argparse.Namespace) -> int:
+    """Stores, and what an interrupted packing left; other folders in the root are nobody's business."""
     from bicovg.data.store import PackedStore, data_root
-    from bicovg.data.store_files import PARTIAL
+    from bicovg.data.store_files import PARTIAL, is_store
 
     root = data_root(args.root)
-    folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    folders = sorted(root.iterdir()) if root.is_dir() else []
+    lines = []
     for folder in folders:
         if PARTIAL in folder.name:
-            print(f"{folder.name}: left by an interrupted packing, or one still running")
-            continue
-        try:
-            print(_describe(PackedStore.open(root, folder.name)))
-        except UserError as error:
-            print(error)
-    if not folders:
-        print(f"no data sets in {root}: run `bicovg data pack NAME --from PATH`")
+            lines.append(f"{folder.name}: left by an interrupted packing, or one still running")
+        elif is_store(folder):
+            try:
+                lines.append(_describe(PackedStore.open(root, folder.name)))
+            except UserError as error:
+                lines.append(str(error))
+    print("\n".join(lines) or f"no data sets in {root}: run `bicovg data pack NAME --from PATH`")
     return 0

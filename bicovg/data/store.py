@@ -20,12 +20,12 @@ import numpy as np
 from bicovg.data.decode import MAX_PIXELS, pillow_version
 from bicovg.data.sources_sample import Source
 from bicovg.data.store_files import (
-    MANIFEST,
     PARTIAL,
     SCHEMA,
     Progress,
     check_name,
     data_root,
+    is_store,
     list_partial,
     lock_name,
     publish,
@@ -196,7 +196,7 @@ def _check_request(source: Source, root: Path, target: Path, fit: Fit, force: bo
             raise UserError(f"{field_name} {value} must lie between 1 and 4096 pixels")
     if fit.size is not None and fit.short_side is not None:
         raise UserError("both a size and a short side are given: give one of them")
-    if target.exists() and not (target / MANIFEST).is_file():
+    if target.exists() and not is_store(target):
         raise UserError(f"{target} exists and is not a packed store: choose another name or root")
     if target.exists() and not force:
         raise UserError(f"{target} exists already: add --force to replace it, or choose another name")

@@ -66,6 +66,11 @@ def lock_name(root: Path, name: str) -> Iterator[None]:
         os.close(handle)
 
 
+def is_store(folder: Path) -> bool:
+    """Whether ``folder`` was made by the packer; it may be damaged."""
+    return (folder / MANIFEST).is_file() or (folder / SEAL).is_file()
+
+
 def list_partial(root: Path, name: str) -> list[Path]:
     """Folders of ``name`` that are not finished: left by an interrupted packing, unless one is running."""
     return sorted(root.glob(f"{name}{PARTIAL}*")) if root.is_dir() else []

@@ -8,7 +8,15 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from bicovg.data.sources_sample import SPLITS
-from bicovg.data.store_files import Progress, check_name, check_sizes, pack_command, read_manifest, verify_files
+from bicovg.data.store_files import (
+    Progress,
+    check_name,
+    check_sizes,
+    is_store,
+    pack_command,
+    read_manifest,
+    verify_files,
+)
 from bicovg.errors import UserError
 
 CHECKED_BYTES = 2 << 30  # image files up to this size are hashed before training
@@ -93,6 +101,8 @@ class PackedStore:
         folder = root / check_name(name)
         if not folder.is_dir():
             raise UserError(f"data set {name!r} is not packed in {root}: run {pack_command(root, name, pack_options)}")
+        if not is_store(folder):
+            raise UserError(f"{folder} is not a packed store: give another root or name, or move that folder away")
         try:
             manifest = read_manifest(folder)
             problems = check_sizes(folder, manifest)

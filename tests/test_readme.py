@@ -1,17 +1,20 @@
 """The README: its example and its commands run as printed, its table and its tree are true."""
 
+import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 from PIL import Image
 
 from bicovg.cli import main
 from bicovg.data.digits import load_digits
+from bicovg.diagnostics import mean_gain
 from bicovg.recipes import RECIPES, get_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -82,6 +85,20 @@ def test_recipe_table_agrees_with_the_recipes() -> None:
             assert config.model.scope == scope, config.recipe
             source = config.about.split(":")[0].replace(" table", "")
             assert cell == source, f"{config.recipe}: the README says {cell!r}, the recipe {source!r}"
+
+
+def test_measured_figures_are_those_of_the_records() -> None:
+    rows = [[cell.strip("` ") for cell in line.split("|")[1:-1]] for line in README.splitlines() if "+-" in line]
+    curves = {}
+    for name, *cells in rows:
+        runs = json.loads((ROOT / "records" / name / "record.json").read_text())["runs"]
+        assert [run["seed"] for run in runs] == [0, 1, 2, 3, 4]
+        columns = [*zip(*(run["exits"]["top1"] for run in runs), strict=True)]
+        columns += [[run["mean"]["top1"] for run in runs], [run["fusion"]["train"]["top1"] for run in runs]]
+        assert cells == [f"{fmean(column):.2f} +- {stdev(column):.2f}" for column in columns]
+        curves[name] = [fmean(column) for column in columns[:4]]
+    shallow, deep = mean_gain(curves["digits-per-channel"], curves["digits"])
+    assert f"SG {shallow:+.2f}, DG {deep:+.2f} points" in README
 
 
 def test_tree_names_only_what_exists() -> None:

@@ -114,7 +114,12 @@ class Block(nn.Module):
 
     def _fuses(self, y: Tensor) -> bool:
         """Whether batch norm, goodness and tail run as the kernels of ``bicovg.kernels.block``."""
-        if self.norm is None or not isinstance(self.goodness, BiCovG) or self.goodness.plain or self.recomputing:
+        if (
+            type(self.norm) is not nn.BatchNorm2d
+            or not isinstance(self.goodness, BiCovG)
+            or self.goodness.plain
+            or self.recomputing
+        ):
             return False
         from bicovg.kernels.block import fuses_block
 

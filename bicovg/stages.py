@@ -56,8 +56,9 @@ class StageLane(OneLane):
     @contextmanager
     def in_order(self) -> Iterator[None]:
         if self.inbox is not None and not self.checked:
-            first = self.guard.flags[0]
-            first.copy_(torch.maximum(first, self.inbox.take_flag()))
+            first, failed = self.guard.flags[0], self.inbox.take_flag()
+            # under "stop" the flag also stands for this stage's own failure in a step before
+            first.copy_(torch.maximum(first, failed) if self.guard.policy == "stop" else failed)
         self.checked = True
         yield
 
@@ -125,7 +126,8 @@ class StageEngine(EagerEngine):
         with self.team.talking():
             if self.team.stage:
                 first = self.team.rank - self.team.stage
-                send_bytes(json.dumps([asdict(event) for event in self.guard.events]).encode(), first)
+                found = [asdict(event) | {"unit": self.own[event.unit]} for event in self.guard.events]
+                send_bytes(json.dumps(found).encode(), first)
                 send_bytes(save(self._own_state(snapshot)), first)
                 self.guard.events.clear()
                 return events

@@ -1,13 +1,13 @@
 """Steps per second and peak memory of strict, hgb and end-to-end training on a CPU.
 
-    python benchmarks/step_cpu.py                  every case, each in a process of its own, about three minutes
-    python benchmarks/step_cpu.py --steps 2 --repeats 1
+    python benchmarks/step_cpu.py                  every case, each in a process of its own, some minutes
+    python benchmarks/step_cpu.py --steps 1 --repeats 1
 
 Two families of nets: VGG-8 at a quarter of its width on CIFAR-shaped noise, and nets of constant width with 4, 8 and
 16 blocks, which show how memory goes with depth. ``saved_mb`` is what autograd keeps for the backward pass at its
 peak (of a checkpointed net without the one block that is being computed again); ``resident_mb`` is how much the
 process grew over what it held before the first step, at its peak. Other work on the machine slows the steps; the load
-average before the start is written down, and ``cpu_seconds_per_step`` (of all threads) depends on it little.
+average before the start is written down, and with one thread ``cpu_seconds_per_step`` depends on it little.
 """
 
 import argparse
@@ -87,7 +87,9 @@ def measure(family: str, scope: str, schedule: str, steps: int, repeats: int) ->
 
 def measure_apart(case: tuple[str, str, str], args: argparse.Namespace) -> dict[str, Any]:
     """The same in a fresh process, because a process's resident peak never falls."""
-    command = [sys.executable, __file__, "--case", *case, "--steps", str(args.steps), "--repeats", str(args.repeats)]
+    command = [sys.executable, __file__, "--case", *case]
+    for option in ("steps", "repeats", "threads"):
+        command += [f"--{option}", str(getattr(args, option))]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     row: dict[str, Any] = json.loads(done.stdout)
     return row
@@ -95,11 +97,13 @@ def measure_apart(case: tuple[str, str, str], args: argparse.Namespace) -> dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="steps per second and peak memory on a CPU")
-    parser.add_argument("--steps", type=int, default=10, help="steps in a timed block")
+    parser.add_argument("--steps", type=int, default=4, help="steps in a timed block")
     parser.add_argument("--repeats", type=int, default=5, help="timed blocks")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS / f"cpu-torch{torch.__version__.split('+')[0]}.json")
     parser.add_argument("--case", nargs=3, metavar=("FAMILY", "SCOPE", "SCHEDULE"), help="one case, as JSON")
     args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     if args.case:
         print(json.dumps(measure(*args.case, args.steps, args.repeats)))
         return

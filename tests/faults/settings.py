@@ -15,13 +15,15 @@ STEPS, EPOCHS = 4, 3  # per epoch, in all
 VARIANTS = {
     f"{scope}-{schedule}": [
         *("--model.scope", scope, "--model.group_size", "2", "--train.schedule", schedule),
-        *("--optim.name", optimizer, "--train.clip_norm", clip),
+        *("--optim.name", optimizer, "--train.clip_norm", clip, "--model.alignment", alignment),
     ]
-    for scope, schedule, optimizer, clip in (
-        ("strict", "interleaved", "adamw", "none"),
-        ("strict", "summed", "sgd", "1.0"),
-        ("hgb", "interleaved", "sgd", "1.0"),
-        ("hgb", "summed", "adamw", "none"),
+    for scope, schedule, optimizer, clip, alignment in (
+        ("strict", "interleaved", "adamw", "none", "false"),
+        ("strict", "summed", "sgd", "1.0", "true"),
+        ("hgb", "interleaved", "sgd", "1.0", "false"),
+        ("hgb", "summed", "adamw", "none", "true"),
+        ("grouped", "interleaved", "adamw", "1.0", "true"),
+        ("end-to-end", "summed", "sgd", "none", "false"),
     )
 }
 

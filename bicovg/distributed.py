@@ -100,14 +100,13 @@ class Processes(Team):
         return columns[self.stage], rows[self.share]
 
     def tell(self, text: str) -> str:
-        length = torch.tensor([len(text.encode())])
+        blob = torch.frombuffer(bytearray(f"{text}\n".encode()), dtype=torch.uint8)  # never empty
+        length = torch.tensor([len(blob)])
         with self.talking():
             dist.broadcast(length, 0)
-            blob = torch.zeros(int(length), dtype=torch.uint8)
-            if self.leads:
-                blob.copy_(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
+            blob = blob if self.leads else torch.zeros(int(length), dtype=torch.uint8)
             dist.broadcast(blob, 0)
-        return bytes(blob.tolist()).decode()
+        return bytes(blob.tolist()).decode()[:-1]
 
     @torch.no_grad()
     def copy_leader(self, tensors: Iterable[Tensor]) -> None:
@@ -151,7 +150,7 @@ class Processes(Team):
         try:
             yield
         except RuntimeError as error:
-            raise PeerLost(f"{self._name_lost()}: {str(error).splitlines()[0]:.160}") from None
+            raise PeerLost(f"{self._name_lost()}: {_first_line(error)}") from None
 
     def _name_lost(self) -> str:
         """Every survivor signs a list in the store; who has not signed after a while is lost."""
@@ -197,9 +196,8 @@ def join_team(train: TrainConfig) -> Iterator[Team]:
     if world == 1:
         yield ALONE
         return
-    team = Processes(
-        *connect(train), stages=train.stages, delay=1 if train.stages == 1 else train.stages * (train.queue_depth + 1)
-    )
+    delay = 1 if train.stages == 1 else train.stages * (train.queue_depth + 1)
+    team = Processes(*connect(train), train.stages, delay)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere) if rank else nullcontext():
         yield team
     with suppress(RuntimeError):
@@ -217,12 +215,19 @@ def connect(train: TrainConfig) -> tuple[Any, int, int]:
                 "with --nproc-per-node, or give --train.device cpu"
             )
         torch.cuda.set_device(local)
-    store, rank, world = next(rendezvous("env://"))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=store,
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=train.timeout),
-    )
+    try:
+        store, rank, world = next(rendezvous("env://"))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=train.timeout),
+        )
+    except RuntimeError as error:
+        raise PeerLost(f"the processes of this run did not find each other: {_first_line(error)}") from None
     return store, rank, world
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{str(error).splitlines()[0]:.160}"

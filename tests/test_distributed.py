@@ -168,6 +168,14 @@ def test_wishes_reach_every_process_at_the_same_call_and_a_checkpoint_is_asked_f
     assert dues == list(range(2 + delay, 12, delay + 1))
 
 
+def hear(team: Team) -> list[str]:
+    return [team.tell(text if team.leads else "unheard") for text in ("runs/a b", "", "\u00e9")]
+
+
+def test_every_process_hears_the_leaders_words() -> None:
+    assert run_team(hear, 3) == [["runs/a b", "", "\u00e9"]] * 3
+
+
 def die_alone(team: Team) -> str:
     import os
 

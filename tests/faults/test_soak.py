@@ -10,6 +10,7 @@ from settings import FULL, TINY, VARIANTS
 RUNS = ("strict-interleaved", "strict-summed", "hgb-interleaved")
 WORDS = ["--train.batch_size", "8", "--train.epochs", "157", "--train.eval_every", "20", "--train.save_every", "20"]
 STEPS = 157 * 64
+BRIEFLY_OPEN = 4  # files that a sample may find more of, when it falls into a save
 GROWTH = 8 << 20  # bytes of resident memory between a fifth of the run and its end
 
 
@@ -52,8 +53,10 @@ def test_memory_and_open_files_stay_flat_over_ten_thousand_steps(nursery, scratc
             assert code == 0, trial.output[-1500:]
             assert f"step-{STEPS:09d}" in " ".join(os.listdir(scratch / name / "checkpoints"))
             fifth = len(samples[pid]) // 5
-            early, late = samples[pid][fifth : 2 * fifth], samples[pid][-fifth:]
+            early, late = samples[pid][fifth : 2 * fifth], samples[pid][-fifth - 2 : -2]
             assert len(late) > 5, "too few samples"
             grown = max(size for size, _ in late) - max(size for size, _ in early)
             assert grown < GROWTH, f"resident memory grew by {grown >> 20} MB"
-            assert max(files for _, files in late) <= max(files for _, files in early), "open files grew"
+            # a save holds a file or two open for a moment, so a leak shows in the fewest that are open
+            assert min(files for _, files in late) <= min(files for _, files in early), "open files grew"
+            assert max(files for _, files in late) <= max(files for _, files in early) + BRIEFLY_OPEN

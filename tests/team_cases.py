@@ -43,7 +43,8 @@ def fork_all(works: list[Callable[[], Any]]) -> list[Any]:
     found = []
     for child, (listening, _) in zip(children, pipes, strict=True):
         try:
-            found.append(pickle.loads(listening.recv_bytes()) if listening.poll(HANG) else (False, f"hung for {HANG:g} s"))
+            answered = listening.poll(HANG)
+            found.append(pickle.loads(listening.recv_bytes()) if answered else (False, f"hung for {HANG:g} s"))
         except EOFError:
             child.join()
             found.append((True, child.exitcode))

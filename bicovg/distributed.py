@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import rendezvous  # type: ignore[attr-defined]
 
 from bicovg.config import TrainConfig
 from bicovg.errors import UserError
+from bicovg.meeting import meet
 
 SILENCE = 4.0  # seconds in which a living rank signs the list of survivors
 
@@ -216,17 +216,9 @@ def connect(train: TrainConfig) -> tuple[Any, int, int]:
             )
         torch.cuda.set_device(local)
     try:
-        store, rank, world = next(rendezvous("env://"))
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            store=store,
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=train.timeout),
-        )
+        return meet(train.timeout, on_gpu)
     except RuntimeError as error:
         raise PeerLost(f"the processes of this run did not find each other: {_first_line(error)}") from None
-    return store, rank, world
 
 
 def _first_line(error: BaseException) -> str:

@@ -44,6 +44,7 @@ JOBS = [
     ),
     Job(f"{HERE}/test_kills.py", [("SIGTERM, SIGINT, SIGUSR1 at random times", 180)], "signal"),
     Job(f"{HERE}/test_save_path.py", [("SIGKILL at named points of the save path", 120)], "kill_at"),
+    Job(f"{HERE}/test_torchrun.py", [("one of two processes killed under torchrun", 40)]),
     Job(f"{HERE}/test_planted.py", [("NaN or Inf planted at six places of every block", 96)]),
     Job(f"{HERE}/test_resume.py", [("resume inside one epoch, at step 0, last step, epoch edges", 80)]),
     Job(
@@ -62,7 +63,6 @@ JOBS = [
     Job(f"{HERE}/test_fuzz.py", [("fuzzed checkpoint headers, manifests and configs", 10_000)]),
     Job("tests/test_decode.py", IMAGES, "corrupt or bomb"),
 ]
-LATER = [("one of two processes killed under torchrun", "not yet: needs distributed training")]
 
 
 def run_job(job, folder):
@@ -98,7 +98,6 @@ def table_lines(jobs):
             state = "did not finish" if failures is None else f"{failures}"
             seconds = entry["seconds"] if entry else job.seconds
             lines.append(f"| {name} | {trials:,} | {f'{asked:,}' if asked else 'all'} | {state} | {seconds:.0f} |")
-    lines += [f"| {name} | | | {reason} | |" for name, reason in LATER]
     return lines, good
 
 

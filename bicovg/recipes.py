@@ -156,3 +156,16 @@ _register_rows("digits", digits, DIGITS_ROWS)
 _register_rows("cifar100", cifar100, CIFAR100_ROWS)
 _register_rows("tiny-imagenet", tiny_imagenet, vgg16_rows("main"))
 _register_rows("imagenet100", imagenet100, vgg16_rows("main, efficiency"))
+
+
+def _register_two_gpus(family: str) -> None:
+    """The main rows as the paper ran them: two processes, batch norm over each one's half of the batch."""
+    for row in ("bicovg", "bicovg-fal", "hgb2", "hgb4", "bp-classic"):
+        single = RECIPES[f"{family}-{row}"]()
+        about = f"main on 2 GPUs: {single.about.partition(': ')[2]}, {single.train.batch_size // 2} images each"
+        pair = replace(single, train=replace(single.train, processes=2))
+        _register(f"{family}-{row}-2gpu", about, lambda pair=pair: pair)  # type: ignore[misc]
+
+
+_register_two_gpus("tiny-imagenet")
+_register_two_gpus("imagenet100")

@@ -29,7 +29,7 @@ def build(config: Config) -> torch.nn.Module:
     return build_network(config.model, config.data.num_classes, config.data.image_channels)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [name for name in RECIPES if not name.endswith("-2gpu")])  # the same nets again
 def test_recipe_trains_two_steps_on_images_of_its_own_shape(name: str) -> None:
     config = shrink(get_recipe(name))
     data, train = config.data, config.train
@@ -55,7 +55,9 @@ def test_recipe_trains_two_steps_on_images_of_its_own_shape(name: str) -> None:
     assert all(moved)  # two steps also reach FAL's W1, whose first gradient is 0
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if not name.startswith("tiny")])  # the nets of imagenet100
+@pytest.mark.parametrize(
+    "name", [name for name in RECIPES if not name.startswith("tiny") and not name.endswith("-2gpu")]
+)  # the others are again these nets
 def test_recipe_passes_the_dry_run_at_full_width(name: str) -> None:
     config = get_recipe(name)
     side = config.data.image_size
@@ -73,8 +75,17 @@ def test_every_row_of_the_papers_tables_has_a_recipe_and_other_rows_say_ours() -
         assert get_recipe(f"cifar100-{row}").about.startswith("ours")
     for name in RECIPES:
         family = next((f for f in MAIN if name.startswith(f)), None)
-        if family and name.removeprefix(f"{family}-") not in [*MAIN[family], *ABLATION]:
+        if family and name.removeprefix(f"{family}-").removesuffix("-2gpu") not in [*MAIN[family], *ABLATION]:
             assert get_recipe(name).about.startswith("ours"), name
+
+
+@pytest.mark.parametrize(("family", "each"), [("tiny-imagenet", 128), ("imagenet100", 64)])
+def test_the_papers_two_gpus_are_recipes_that_differ_in_the_number_of_processes_alone(family: str, each: int) -> None:
+    for row in MAIN[family]:
+        pair, single = get_recipe(f"{family}-{row}-2gpu"), get_recipe(f"{family}-{row}")
+        assert pair.train.batch_size == 2 * each
+        assert f"{each} images each" in pair.about
+        assert override(single, {"train.processes": 2, "recipe": pair.recipe, "about": pair.about}) == pair
 
 
 def test_a_recipe_knows_its_own_name() -> None:

@@ -44,6 +44,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=10, help="timed blocks of each configuration")
     parser.add_argument("--batch", type=int, help="images per step (default: the recipe's)")
     parser.add_argument("--size", type=int, help="side of the images (default: the recipe's)")
+    text = "instead: what this many stages of units would gain on as many devices, predicted and, if possible, measured"
+    parser.add_argument("--stages", type=int, nargs="+", metavar="N", help=text)
     parser.add_argument("--smallest-memory", action="store_true", help="search the smallest memory that still runs")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop cleanly with what there is")
     parser.add_argument("--out", metavar="JSON", help="default benchmarks/results/<gpu>-torch<version>-<recipe>.json")
@@ -54,11 +56,17 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 def run(config: Config, args: argparse.Namespace) -> int:
     """Measure, print and write; exit code 1 if nothing could be measured."""
+    if args.stages and min(args.stages) < 2:
+        raise UserError(f"--stages {min(args.stages)} must be at least 2")
     for flag in ("steps", "repeats"):
         if getattr(args, flag) < 1:
             raise UserError(f"--{flag} {getattr(args, flag)} must be at least 1")
     changes = {"train.batch_size": args.batch, "data.image_size": args.size, "data.name": "synthetic"}
     config = override(config, {path: value for path, value in changes.items() if value is not None})
+    if args.stages:
+        from bicovg.bench_stages import run_stages
+
+        return run_stages(config, args, Bench(args, config.train.device).machine)
     cases = make_cases(config)
     bench = Bench(args, config.train.device)
     if args.ab is None:

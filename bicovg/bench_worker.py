@@ -153,6 +153,7 @@ def describe_device(name: str) -> dict[str, Any]:
     return {
         "device": device.type,
         "gpu": torch.cuda.get_device_name() if on_gpu else None,
+        "gpus": torch.cuda.device_count() if on_gpu else 0,
         "gpu_bytes": torch.cuda.get_device_properties(device).total_memory if on_gpu else None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda if on_gpu else None,

@@ -1,0 +1,37 @@
+"""bench --stages: predictions from measured units, measurements where every stage has a device."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from bicovg.cli import main
+from bicovg.partition import plan_cuts, predict_speedup
+
+
+def test_bench_predicts_every_number_of_stages_and_measures_those_that_have_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    words = ["--batch", "8", "--model.width", "0.25", "--steps", "2", "--repeats", "1", "--train.device", "cpu"]
+    out = tmp_path / "stages.json"
+    assert main(["bench", "digits", "--stages", "2", "4", "8", *words, "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    seconds, pooled = found["units"]["seconds"], found["units"]["pooled"]
+    assert (len(seconds), pooled) == (4, [False, True, False, False])
+    assert found["units"]["bytes"] == [8 * channels * side**2 * 4 for channels, side in ((8, 8), (16, 4), (16, 4))]
+    assert [row["stages"] for row in found["rows"]] == [2, 4]  # four units cannot make eight stages
+    for row in found["rows"]:
+        cuts = plan_cuts(seconds, row["stages"], pooled)
+        assert row["cuts"] == list(cuts)
+        assert row["predicted"] == predict_speedup(seconds, cuts)
+    two, four = (row["measured"] for row in found["rows"])
+    assert two["speedup"] == two["rounds"][0]["stages"] / two["rounds"][0]["one_process"]
+    assert four is None
+    assert "needs 4 devices, there are 2" in capsys.readouterr().out
+
+
+def test_one_stage_is_nothing_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "digits", "--stages", "1"]) == 2
+    assert "--stages 1 must be at least 2" in capsys.readouterr().err

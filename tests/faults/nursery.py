@@ -31,6 +31,16 @@ class Trial:
     def send(self, number):
         os.kill(self.pid, number)
 
+    def interrupt(self, number, delay):
+        """Send a signal after ``delay`` seconds; the seconds it ran if it ended before that, else None."""
+        begun = time.monotonic()
+        while (elapsed := time.monotonic() - begun) < delay:
+            if Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return elapsed
+            time.sleep(min(0.005, delay - elapsed))
+        self.send(number)
+        return None
+
     @property
     def output(self):
         return self.log.read_text(errors="replace")
@@ -168,10 +178,6 @@ def serve(folder):
             _, status = os.waitpid(request["pid"], 0)
             answer = {"code": os.waitstatus_to_exitcode(status)}
         answers.write(json.dumps(answer) + "\n")
-
-
-def sleep_until(moment):
-    time.sleep(max(0.0, moment - time.monotonic()))
 
 
 if __name__ == "__main__":

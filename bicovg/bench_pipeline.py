@@ -53,7 +53,7 @@ def train_blocks(config: Config, team: Team, steps: int, blocks: int) -> dict[st
     stream = (losses for epoch in count() for losses in engine.steps(epoch))
     for _ in range(3):
         next(stream)
-    seconds, before = [], bytes_sent(engine)
+    seconds, before, busy = [], bytes_sent(engine), time.process_time()
     for _ in range(blocks):
         team.meet()
         begun = time.perf_counter()
@@ -61,7 +61,11 @@ def train_blocks(config: Config, team: Team, steps: int, blocks: int) -> dict[st
             next(stream)
         team.meet()
         seconds.append(time.perf_counter() - begun)
-    return {"seconds": seconds, "bytes_per_step": (bytes_sent(engine) - before) / (steps * blocks)}
+    return {
+        "seconds": seconds,
+        "cpu_seconds_per_step": (time.process_time() - busy) / (steps * blocks),
+        "bytes_per_step": (bytes_sent(engine) - before) / (steps * blocks),
+    }
 
 
 def bytes_sent(engine: EagerEngine) -> int:

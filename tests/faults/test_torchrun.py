@@ -4,6 +4,7 @@ Most trials use torchrun's agent as a library, in a process forked from this one
 in ten goes through the front door, ``python -m torch.distributed.run``, where every process imports torch anew.
 """
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -43,7 +44,9 @@ def become_worker(words, folder):
         signal.signal(number, signal.SIG_DFL)  # the agent's handlers came along with the fork
     bicovg.distributed.SILENCE = 0.5  # two processes notice each other's death at once
     announce(folder)
-    sys.exit(main(words))
+    code = main(words)
+    (folder / f"done-{os.environ['RANK']}").touch()
+    sys.exit(code)
 
 
 def announce(folder):
@@ -107,6 +110,17 @@ class Launch:
                 found[int(named[1])] = pid
         return found
 
+    def kill(self, rank, workers):
+        """Whether there was still something to kill. A forked worker that is done hands its result to the agent."""
+        if self.code() is not None or rank not in workers:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(workers[rank], signal.SIGSTOP)
+            done = (self.folder / f"done-{rank}").exists()
+            os.kill(workers[rank], signal.SIGCONT if done else signal.SIGKILL)
+            return not done
+        return False
+
     def code(self):
         return self.process.poll() if self.real else self.process.exitcode
 
@@ -152,10 +166,9 @@ def test_one_of_two_processes_killed_is_restarted_and_ends_bit_equal(uninterrupt
         while real and launch.code() is None and not (run / "config.json").exists():
             time.sleep(0.01)  # imports take longer than the run
         time.sleep(rng.uniform(0, duration))
-        if launch.code() is not None or not Path(f"/proc/{workers[rank]}").exists():
+        if not launch.kill(rank, workers):
             launch.wait()
             continue  # it had ended before the kill: not a trial
-        os.kill(workers[rank], signal.SIGKILL)
         with row.trial(f"{variant}, rank {rank}{', front door' if real else ''}"):
             assert launch.wait() == 0, launch.output[-2000:]
             if "failed (exitcode: -9)" in launch.output:

@@ -1,6 +1,7 @@
 """Set-up shared by all tests: one thread, fixed seeds, shapes checked at every call of a public function."""
 
 import os
+import signal
 import sys
 import zlib
 from pathlib import Path
@@ -9,6 +10,9 @@ import jaxtyping
 import pytest
 import torch
 from hypothesis import settings
+
+# A shell that starts the suite in the background ignores interrupts, and processes under test would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Only these modules are instrumented: a Triton kernel must reach its compiler as it was written.
 SHAPE_CHECKED = [

@@ -19,8 +19,7 @@ from bicovg.config import Config, override, walk_settings
 from bicovg.errors import UserError
 from bicovg.roofline import describe_roofline
 
-ENGINE_CHOICES = ("auto", "fastest", "graph", "graph-plain", "compiled", "eager")
-CANDIDATES = {"cuda": ("graph", "graph-plain"), "cpu": ("eager",)}
+ENGINE_CHOICES = ("auto", "fastest", "graph", "graph-plain", "graph-inductor", "compiled", "eager")
 STEADY_STEPS = {"cuda": 18, "cpu": 1}  # the steady peak is taken over steps 3 to 20 of a GPU
 TURNS = (STRICT, BASELINE, CONSTANT, BARE)
 TRIALS = 7  # halvings of the range in which the smallest memory lies
@@ -93,9 +92,11 @@ class Bench:
         if "error" in self.machine:
             raise UserError(f"no worker could be started: {self.machine['error']}")
 
-    def candidates(self) -> tuple[str, ...]:
-        """Engines to choose the fastest from."""
-        return CANDIDATES[self.machine["device"]]
+    def candidates(self, case: Case) -> tuple[str, ...]:
+        """Engines to choose the fastest from; backprop is also tried without a single kernel of ours."""
+        if self.machine["device"] == "cpu":
+            return ("eager",)
+        return ("graph", "graph-inductor") if case.config.model.scope == "end-to-end" else ("graph",)
 
     def build(self, worker: Worker, case: Case, engine: str, fraction: float | None = None) -> Answer:
         steady = STEADY_STEPS[self.machine["device"]]
@@ -116,7 +117,7 @@ class Bench:
 
     def measure(self, case: Case) -> Row:
         """One row, in the engine asked for or in the fastest."""
-        engines = self.candidates() if self.args.engine == "fastest" else (self.args.engine,)
+        engines = self.candidates(case) if self.args.engine == "fastest" else (self.args.engine,)
         rows = [self.measure_in(case, engine) for engine in engines]
         best = max(rows, key=lambda row: row["images_per_second"]["median"] or 0.0)
         best["tried"] = {row["engine_asked"]: row["images_per_second"]["median"] or row["reason"] for row in rows}
@@ -185,7 +186,7 @@ class Bench:
     def fastest_side(self, case: Case, stack: ExitStack) -> Side:
         """Build a case in every candidate engine, keep the process of the fastest alive."""
         asked = self.args.engine
-        engines = self.candidates() if asked in ("auto", "fastest") else (asked,)
+        engines = self.candidates(case) if asked in ("auto", "fastest") else (asked,)
         sides = []
         for engine in engines:
             worker = stack.enter_context(Worker(self.deadline))

@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 
 from bicovg.bench_variants import accumulate_gradients, replace_goodness
+from bicovg.blocks import Block
 from bicovg.config import Config, from_json, override
 from bicovg.data.augment import Augmentation
 from bicovg.data.loader import Loader, TensorImages
 from bicovg.engine import EagerEngine, GraphEngine, make_engine
+from bicovg.goodness import BiCovG
 from bicovg.networks import LocalNetwork, count_parameters
 from bicovg.optim import make_optimizers
 from bicovg.profiling import peak_memory, reset_peak_memory, time_steps, track_saved_bytes
@@ -57,9 +59,18 @@ def synthetic_loader(config: Config, device: torch.device) -> Loader:
 def build_engine(
     name: str, net: LocalNetwork, optimizers: list[torch.optim.Optimizer], config: Config, loader: Loader
 ) -> EagerEngine:
-    """An engine of ``bicovg.engine.ENGINES``, or ``graph-plain``: captured, but not compiled."""
+    """An engine of ``bicovg.engine.ENGINES``, or one captured differently.
+
+    ``graph-plain`` compiles nothing, not even the augmentation; ``graph-inductor`` compiles the units from the plain
+    functions, without our kernels.
+    """
     if name == "graph-plain":
         return GraphEngine(net, optimizers, config, loader, compiled=False)
+    if name == "graph-inductor":
+        for module in net.modules():
+            if isinstance(module, Block | BiCovG):
+                module.plain = True
+        return GraphEngine(net, optimizers, config, loader, compiled=True)
     return make_engine(net, optimizers, override(config, {"train.engine": name}), loader)
 
 

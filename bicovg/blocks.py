@@ -29,7 +29,12 @@ class Block(nn.Module):
         index: position in the network; part of the dropout key and of error messages.
         goodness: a module from f to a vector of length ``dim``, such as BiCovG; None where the block is no exit.
         alignment: the FAL at this block's entrance, or None.
+
+    Attributes:
+        plain: keep to the plain functions even where fused kernels could run.
     """
+
+    plain = False
 
     def __init__(
         self,
@@ -97,7 +102,10 @@ class Block(nn.Module):
         self, x: Float[Tensor, "b c h w"], keys: Int[Tensor, " b"] | None
     ) -> tuple[Float[Tensor, "b d p q"], Float[Tensor, "b k"] | None]:
         """h with its graph, and the logits if this block is an exit."""
-        f = self.features(x)
+        y = self.convolve(x)
+        if self._fuses(y):
+            return self._forward_fused(y, keys)
+        f = self.activate(y)
         return self.emit(f, keys), self.judge(f) if self.goodness is not None else None
 
     def finish(
@@ -112,28 +120,47 @@ class Block(nn.Module):
         with torch.no_grad():
             return self.emit(f.detach(), keys) if emit else None, logits
 
+    def fusible(self) -> bool:
+        """Whether the kernels of ``bicovg.kernels`` know everything behind this block's convolution."""
+        known = isinstance(self.goodness, BiCovG) and not self.goodness.plain
+        return not self.plain and type(self.norm) is nn.BatchNorm2d and (self.goodness is None or known)
+
     def _fuses(self, y: Tensor) -> bool:
-        """Whether batch norm, goodness and tail run as the kernels of ``bicovg.kernels.block``."""
-        if (
-            type(self.norm) is not nn.BatchNorm2d
-            or not isinstance(self.goodness, BiCovG)
-            or self.goodness.plain
-            or self.recomputing
-        ):
+        """Whether batch norm, goodness and tail run as those kernels here."""
+        if not self.fusible() or (torch.is_grad_enabled() and not self.training):  # they differentiate batch statistics
             return False
         from bicovg.kernels.block import fuses_block
+        from bicovg.kernels.goodness import fused_available
 
+        if self.goodness is None:
+            return fused_available(y)
+        assert isinstance(self.goodness, BiCovG)
         return fuses_block(y, self.goodness.weight, self.goodness.scales)
 
-    def _finish_fused(self, y: Tensor, keys: Tensor | None, emit: bool) -> tuple[Tensor | None, Tensor]:
+    def _judge_fused(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Batch norm's statistics of y, and the logits if this block is an exit."""
         from bicovg.kernels.block import block_goodness, block_statistics
-        from bicovg.kernels.tail import fused_tail
 
         assert self.norm is not None
+        stats = block_statistics(y, self.norm, self.recomputing)
+        if self.goodness is None:
+            return stats, None
         assert isinstance(self.goodness, BiCovG)
         assert self.readout is not None
-        stats = block_statistics(y, self.norm)
-        logits = self.readout(block_goodness(y, stats, self.norm, self.goodness.weight, self.goodness.scales))
+        return stats, self.readout(block_goodness(y, stats, self.norm, self.goodness.weight, self.goodness.scales))
+
+    def _forward_fused(self, y: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        from bicovg.kernels.tail import block_tail
+
+        assert self.norm is not None
+        stats, logits = self._judge_fused(y)
+        drop = self.dropout if self.training else 0.0
+        return block_tail(y, stats, self.norm, self.pool, drop, keys, self.index), logits
+
+    def _finish_fused(self, y: Tensor, keys: Tensor | None, emit: bool) -> tuple[Tensor | None, Tensor | None]:
+        from bicovg.kernels.tail import fused_tail
+
+        stats, logits = self._judge_fused(y)
         drop = self.dropout if self.training else 0.0
         return fused_tail(y, self.pool, drop, keys, self.index, stats) if emit else None, logits
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from bicovg.blocks import Block
 from bicovg.config import Config
 from bicovg.data.loader import Batch, Loader
 from bicovg.distributed import ALONE, Processes, Team
@@ -116,8 +117,8 @@ class GraphEngine(EagerEngine):
     """The whole step captured once and replayed; needs a GPU and a data set that lives on it.
 
     Args:
-        compiled: whether inductor compiles the units. By default where a unit has inner blocks: the last block of a
-            unit runs on kernels of its own, and compiling what is left around them takes longer than it saves.
+        compiled: whether inductor compiles the units. By default where a block does more behind its convolution than
+            the fused kernels know: compiling what is left around them takes longer than it saves.
     """
 
     name = "graph"
@@ -131,7 +132,7 @@ class GraphEngine(EagerEngine):
         compiled: bool | None = None,
     ) -> None:
         super().__init__(net, optimizers, config, loader)
-        if compiled or (compiled is None and any(len(unit.blocks) > 1 for unit in net.units)):  # type: ignore[arg-type]
+        if compiled or (compiled is None and not fusible(net)):
             compile_units(net)
         if config.train.overlap and config.train.schedule == "interleaved" and len(net.units) > 1:
             self.lanes = TwoLanes()
@@ -178,6 +179,12 @@ class GraphEngine(EagerEngine):
             self.graph.replay()
             self.record(step)
             yield self.losses
+
+
+def fusible(net: LocalNetwork) -> bool:
+    """Whether every block runs on the fused kernels; the classic VGG-16, which has no blocks, does not."""
+    blocks = [block for block in net.modules() if isinstance(block, Block)]
+    return bool(blocks) and all(block.fusible() for block in blocks)
 
 
 class TrainingState:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bicovg.blocks import Block
 from bicovg.draws import keep_mask, make_keys
-from bicovg.goodness import BiCovG, bicovg
+from bicovg.goodness import bicovg
 from bicovg.kernels import block, tail, tiles
 from bicovg.kernels import goodness as fused
 from bicovg.kernels.tiles import Tile
@@ -263,9 +264,75 @@ def test_tail_of_a_block_equals_the_layers_behind_batch_norm(pool: bool) -> None
     assert distance(tail.fused_tail(y, pool, 0.2, keys, 4, stats), reference) < 1e-5
 
 
+@pytest.mark.parametrize("whole", [1 << 15, 0], ids=["registers", "two-kernels"])
+@pytest.mark.parametrize("drop", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("shape", "pool", "last"),
+    [
+        ((3, 24, 7, 5), True, True),
+        ((3, 24, 7, 5), False, True),
+        ((4, 70, 2, 2), True, False),
+        ((2, 9, 12, 12), False, True),
+        ((2, 9, 12, 13), True, True),
+    ],
+)
+def test_tail_of_an_inner_block_has_the_gradient_of_the_layers(
+    shape: tuple[int, ...], pool: bool, last: bool, drop: float, whole: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """h, and the gradients of y, gamma and beta, through RMSNorm, dropout, pool, ReLU and the batch statistics."""
+    monkeypatch.setattr(tail, "WHOLE", whole)
+    monkeypatch.setattr(tail, "TILE", 64)
+    monkeypatch.setattr(tail, "BACKWARD_TILE", 1024)
+    C = shape[1]
+    y = torch.randn(shape, device=DEVICE) + torch.rand(C, 1, 1, device=DEVICE)
+    y = y.contiguous(memory_format=LAST) if last else y
+    norm, oracle = make_norm(C), nn.BatchNorm2d(C, device=DEVICE)
+    oracle.load_state_dict(norm.state_dict())
+    oracle = oracle.double()
+    keys = torch.randint(-(1 << 62), 1 << 62, shape[:1], device=DEVICE)
+    leaf, wide = y.clone().requires_grad_(), y.double().requires_grad_()
+    h = tail.block_tail(leaf, block.block_statistics(leaf, norm), norm, pool, drop, keys, 4)
+    f = F.relu(oracle(wide))
+    reference = rms_norm(keyed_dropout(rms_pool(f) if pool else f, drop, make_keys(keys, 4)))
+    grad = torch.randn_like(reference)
+    h.backward(grad.float())
+    reference.backward(grad)
+    assert distance(h, reference) < 1e-5
+    for mine, wanted in ((leaf, wide), (norm.weight, oracle.weight), (norm.bias, oracle.bias)):
+        assert mine.grad is not None
+        assert wanted.grad is not None
+        assert distance(mine.grad, wanted.grad) < 1e-5
+
+
+def test_tail_of_a_sample_that_is_all_zero_has_no_gradient_of_its_own() -> None:
+    norm = make_norm(16)
+    y = torch.randn(3, 16, 4, 4, device=DEVICE).contiguous(memory_format=LAST)
+    y[1] = -50.0  # ReLU closes all of it
+    leaf = y.clone().requires_grad_()
+    h = tail.block_tail(leaf, block.block_statistics(leaf, norm), norm, True, 0.0, None, 0)
+    assert (h[1] == 0).all()
+    h.square().sum().backward()
+    wide = y.double().requires_grad_()
+    f = F.relu(F.batch_norm(wide, None, None, norm.weight.double(), norm.bias.double(), True))
+    rms_norm(rms_pool(f)).square().sum().backward()
+    assert leaf.grad is not None
+    assert wide.grad is not None
+    assert leaf.grad.isfinite().all()
+    assert (leaf.grad - wide.grad).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("scope", "checkpointing"), [("hgb", False), ("end-to-end", False), ("end-to-end", True)])
+def test_units_of_several_blocks_learn_like_plain_ones(scope: str, checkpointing: bool) -> None:
+    compare_with_plain(scope=scope, group_size=2, alignment=scope == "hgb", checkpointing=checkpointing)
+
+
 @pytest.mark.parametrize("alignment", [False, True])
 def test_fused_units_learn_like_plain_ones(alignment: bool) -> None:
-    """Three steps of a strict net on the kernels and on the plain functions: equal losses and weights."""
+    compare_with_plain(alignment=alignment)
+
+
+def compare_with_plain(**options: object) -> None:
+    """Three steps of a net on the kernels and on the plain functions: equal losses, weights and statistics."""
     torch.use_deterministic_algorithms(False)
     images = torch.rand(4, 3, 8, 8, device=DEVICE)
     labels, keys = torch.tensor([0, 1, 2, 1], device=DEVICE), torch.arange(4, device=DEVICE)
@@ -273,11 +340,11 @@ def test_fused_units_learn_like_plain_ones(alignment: bool) -> None:
     for plain in (False, True):
         torch.manual_seed(0)
         net = local_network(
-            num_classes=3, channels=(16, 24, 16), pools=(1,), scales=((2, 4), (1, 2), (1, 2)), alignment=alignment,
-            groups=(1, 2),
+            num_classes=3, channels=(16, 24, 16, 16), pools=(1,), scales=((2, 4), (1, 2), (1, 2), (1, 2)),
+            groups=(1, 3), dropout=0.2, **options,
         ).to(DEVICE)  # fmt: skip
         for module in net.modules():
-            if isinstance(module, BiCovG):
+            if isinstance(module, Block):
                 module.plain = plain
         optimizers = [torch.optim.SGD(unit.parameters(), 0.1, momentum=0.9) for unit in net.units]
         losses = [local_step(net, optimizers, images, labels, clip_norm=1.0, keys=keys) for _ in range(3)]

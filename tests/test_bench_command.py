@@ -130,7 +130,7 @@ def test_each_side_runs_in_the_fastest_engine_that_works(tmp_path: Path, monkeyp
             return {"milliseconds": [self.milliseconds] * request["repeats"]}
 
     monkeypatch.setattr(bicovg.bench, "Worker", Timed)
-    monkeypatch.setitem(bicovg.bench.CANDIDATES, "cpu", ("a", "b"))
+    monkeypatch.setattr(bicovg.bench.Bench, "candidates", lambda self, case: ("a", "b"))
     out = tmp_path / "bench.json"
     assert main(["bench", "digits", *TINY, "--ab", "strict", "end-to-end", "--out", str(out)]) == 0
     (table,) = read(out)["side_by_side"]

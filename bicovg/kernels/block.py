@@ -229,18 +229,21 @@ block_goodness_op.register_autograd(_differentiate, setup_context=_save)
 
 
 @torch.no_grad()
-def block_statistics(y: Float[Tensor, "b c h w"], norm: nn.BatchNorm2d) -> Float[Tensor, "4 c"]:
-    """Batch statistics of y, moving ``norm``'s running ones; in evaluation, the running ones themselves."""
+def block_statistics(y: Float[Tensor, "b c h w"], norm: nn.BatchNorm2d, again: bool = False) -> Float[Tensor, "4 c"]:
+    """Batch statistics of y, moving ``norm``'s running ones; in evaluation, the running ones themselves.
+
+    With ``again``, for a forward pass that checkpointing repeats, the running statistics stay.
+    """
     assert norm.running_mean is not None
     assert norm.running_var is not None
+    assert norm.num_batches_tracked is not None
     if not norm.training:
         rstd = torch.rsqrt(norm.running_var + norm.eps)
         scale = norm.weight * rstd
         return torch.stack([norm.running_mean, rstd, scale, norm.bias - norm.running_mean * scale])
-    stats: Tensor = torch.ops.bicovg.statistics(
-        y.detach(), norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked,
-        norm.momentum, norm.eps,
-    )  # fmt: skip
+    running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
+    moving = [buffer.clone() for buffer in running] if again else running
+    stats: Tensor = torch.ops.bicovg.statistics(y.detach(), norm.weight, norm.bias, *moving, norm.momentum, norm.eps)
     return stats
 
 

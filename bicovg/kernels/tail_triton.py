@@ -95,6 +95,7 @@ def load_values(
 @triton.jit
 def whole_kernel(
     h: tl.tensor,
+    rms: tl.tensor,
     f: tl.tensor,
     stats: tl.tensor,
     keys: tl.tensor,
@@ -117,8 +118,9 @@ def whole_kernel(
     pixel = tl.arange(0, PB)
     c = tl.arange(0, BC)
     value = load_values(f, stats, keys, index, b, pixel, c, threshold, gain, C, H, W, POOL, DROP, NORM, BC)
-    square = tl.sum(tl.sum(value * value, axis=0), axis=0)
-    value = value / (tl.sqrt(square / (C * PIXELS)) + eps)
+    root = tl.sqrt(tl.sum(tl.sum(value * value, axis=0), axis=0) / (C * PIXELS))
+    value = value / (root + eps)
+    tl.store(rms + b, root)
     at = h + (b.to(tl.int64) * PIXELS + pixel)[:, None] * C + c[None, :]
     tl.store(at, value.to(h.dtype.element_ty), mask=(pixel < PIXELS)[:, None] & (c < C)[None, :])
 
@@ -158,6 +160,7 @@ def square_kernel(
 @triton.jit
 def normalise_kernel(
     h: tl.tensor,
+    rms: tl.tensor,
     part: tl.tensor,
     f: tl.tensor,
     stats: tl.tensor,
@@ -184,11 +187,14 @@ def normalise_kernel(
     c = tl.arange(0, BC)
     tile = tl.arange(0, PARTS)
     square = tl.sum(tl.load(part + b * TILES + tile, mask=tile < TILES, other=0.0), axis=0)
+    root = tl.sqrt(square / (C * PIXELS))
+    if tl.program_id(1) == 0:
+        tl.store(rms + b, root)
     ok = (pixel < PIXELS)[:, None] & (c < C)[None, :]
     at = h + (b.to(tl.int64) * PIXELS + pixel)[:, None] * C + c[None, :]
     if POOL:
         value = tl.load(at, mask=ok, other=0.0).to(tl.float32)
     else:
         value = load_values(f, stats, keys, index, b, pixel, c, threshold, gain, C, H, W, POOL, DROP, NORM, BC)
-    value = value / (tl.sqrt(square / (C * PIXELS)) + eps)
+    value = value / (root + eps)
     tl.store(at, value.to(h.dtype.element_ty), mask=ok)

@@ -6,7 +6,7 @@ Unit: consecutive blocks and everything their losses train. A unit's input never
 computed without one, so no gradient can leave it: isolation is structural, not a matter of careful detaching.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import cast
 
@@ -32,9 +32,11 @@ class Block(nn.Module):
 
     Attributes:
         plain: keep to the plain functions even where fused kernels could run.
+        emitted: called with h as soon as it is written, in the last block of a unit on the fused kernels.
     """
 
     plain = False
+    emitted: Callable[[Tensor], object] | None = None
 
     def __init__(
         self,
@@ -137,32 +139,39 @@ class Block(nn.Module):
         assert isinstance(self.goodness, BiCovG)
         return fuses_block(y, self.goodness.weight, self.goodness.scales)
 
-    def _judge_fused(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Batch norm's statistics of y, and the logits if this block is an exit."""
-        from bicovg.kernels.block import block_goodness, block_statistics
+    def _judge_fused(self, y: Tensor, stats: Tensor, overwrite: bool = False) -> Tensor | None:
+        """The logits if this block is an exit."""
+        from bicovg.kernels.block import block_goodness
 
-        assert self.norm is not None
-        stats = block_statistics(y, self.norm, self.recomputing)
         if self.goodness is None:
-            return stats, None
+            return None
+        assert self.norm is not None
         assert isinstance(self.goodness, BiCovG)
         assert self.readout is not None
-        return stats, self.readout(block_goodness(y, stats, self.norm, self.goodness.weight, self.goodness.scales))
+        goodness = block_goodness(y, stats, self.norm, self.goodness.weight, self.goodness.scales, overwrite)
+        return self.readout(goodness)  # type: ignore[no-any-return]
 
     def _forward_fused(self, y: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        from bicovg.kernels.block import block_statistics
         from bicovg.kernels.tail import block_tail
 
         assert self.norm is not None
-        stats, logits = self._judge_fused(y)
+        stats = block_statistics(y, self.norm, self.recomputing)
         drop = self.dropout if self.training else 0.0
-        return block_tail(y, stats, self.norm, self.pool, drop, keys, self.index), logits
+        return block_tail(y, stats, self.norm, self.pool, drop, keys, self.index), self._judge_fused(y, stats)
 
     def _finish_fused(self, y: Tensor, keys: Tensor | None, emit: bool) -> tuple[Tensor | None, Tensor | None]:
+        """h first, which the next unit waits for; then nobody needs y but goodness, whose gradient takes its place."""
+        from bicovg.kernels.block import block_statistics
         from bicovg.kernels.tail import fused_tail
 
-        stats, logits = self._judge_fused(y)
-        drop = self.dropout if self.training else 0.0
-        return fused_tail(y, self.pool, drop, keys, self.index, stats) if emit else None, logits
+        assert self.norm is not None
+        stats, h = block_statistics(y, self.norm), None
+        if emit:
+            h = fused_tail(y, self.pool, self.dropout if self.training else 0.0, keys, self.index, stats)
+            if self.emitted is not None:
+                self.emitted(h)
+        return h, self._judge_fused(y, stats, overwrite=True)
 
 
 @contextmanager

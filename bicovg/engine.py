@@ -17,7 +17,7 @@ from bicovg.data.loader import Batch, Loader
 from bicovg.distributed import ALONE, Processes, Team
 from bicovg.draws import DROPOUT, make_keys
 from bicovg.guard import Guard, NonFinite
-from bicovg.lanes import OneLane, TwoLanes
+from bicovg.lanes import Lanes, OneLane
 from bicovg.networks import LocalNetwork
 from bicovg.optim import learning_rate, set_learning_rate
 from bicovg.reduction import NoReduction, UnitReduction
@@ -27,6 +27,7 @@ from bicovg.synced_norm import apply_norm_stats
 
 ENGINES = ("auto", "graph", "compiled", "eager")
 WARMUP_STEPS = 3
+LANES = 2
 
 
 class Schedule:
@@ -132,10 +133,13 @@ class GraphEngine(EagerEngine):
         compiled: bool | None = None,
     ) -> None:
         super().__init__(net, optimizers, config, loader)
-        if compiled or (compiled is None and not fusible(net)):
-            compile_units(net)
+        compiled_units = compiled or (compiled is None and not fusible(net))
         if config.train.overlap and config.train.schedule == "interleaved" and len(net.units) > 1:
-            self.lanes = TwoLanes()
+            self.lanes = Lanes(LANES)
+            if not compiled_units:
+                hand_over_early(net, self.lanes)
+        if compiled_units:
+            compile_units(net)
         device = loader.device
         share = loader.batch_size // loader.world
         self.indices = torch.arange(share, device=device)
@@ -185,6 +189,14 @@ def fusible(net: LocalNetwork) -> bool:
     """Whether every block runs on the fused kernels; the classic VGG-16, which has no blocks, does not."""
     blocks = [block for block in net.modules() if isinstance(block, Block)]
     return bool(blocks) and all(block.fusible() for block in blocks)
+
+
+def hand_over_early(net: LocalNetwork, lanes: Lanes) -> None:
+    """Let each unit say itself when its output is written: before its goodness, not after its loss."""
+    for unit in net.units:
+        last = unit.blocks[-1]  # type: ignore[index]
+        if isinstance(last, Block):
+            last.emitted = lanes.hand_over
 
 
 class TrainingState:

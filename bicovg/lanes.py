@@ -1,7 +1,7 @@
-"""Two GPU streams for the units of a strict or hgb net: one unit's backward pass beside the next one's forward pass.
+"""GPU streams for the units of a strict or hgb net: one unit's backward pass beside the next ones' forward passes.
 
 Unit l + 1 needs only unit l's output, never its gradient, so it can begin as soon as that is written. Backprop has no
-such freedom. Unit l runs on stream l % 2: forward, backward, clip and optimizer in order there.
+such freedom. With n streams unit l runs on stream l % n: forward, backward, clip and optimizer in order there.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ class OneLane:
         yield
 
     def hand_over(self, output: Tensor | None) -> Tensor | None:
-        """Say that the unit's output is complete; the next unit may read it."""
+        """Say that the unit's output is complete; the next unit may read it. Saying it twice does no harm."""
         return output
 
     @contextmanager
@@ -32,29 +32,37 @@ class OneLane:
         """Wait, on the device, for all lanes."""
 
 
-class TwoLanes(OneLane):
-    """Even units on one stream, odd ones on another. Outputs are kept until ``join``, so all are alive at once."""
+class Lanes(OneLane):
+    """Unit l on stream l % ``count``.
 
-    def __init__(self) -> None:
-        self.streams = [torch.cuda.Stream(), torch.cuda.Stream()]  # type: ignore[no-untyped-call]
+    Memory freed on one stream may be reused there while another still reads it, so outputs are kept for a while. Unit
+    l's is read by unit l + 1. A unit u begins after the outputs of all units before it are complete, and unit
+    l + 1 + count comes after unit l + 1 on its stream: from u = l + count + 2 on, nobody reads unit l's output.
+    """
+
+    def __init__(self, count: int = 2) -> None:
+        self.streams = [torch.cuda.Stream() for _ in range(count)]  # type: ignore[no-untyped-call]
         self.ready: torch.cuda.Event | None = None
         self.checked: torch.cuda.Event | None = None
-        self.held: list[Tensor | None] = []
+        self.held: dict[int, Tensor | None] = {}
+        self.index = 0
 
     @contextmanager
     def lane(self, index: int) -> Iterator[None]:
-        stream = self.streams[index % 2]
-        if index < 2:
+        self.index = index
+        stream = self.streams[index % len(self.streams)]
+        if index < len(self.streams):
             stream.wait_stream(torch.cuda.current_stream())
         if self.ready is not None:
             stream.wait_event(self.ready)
+        self.held.pop(index - len(self.streams) - 2, None)
         with torch.cuda.stream(stream):
             yield
 
     def hand_over(self, output: Tensor | None) -> Tensor | None:
-        # memory freed on one stream may be reused there while the other still reads it: keep it until the join
-        self.held.append(output)
-        self.ready = torch.cuda.current_stream().record_event()
+        if self.index not in self.held:
+            self.held[self.index] = output
+            self.ready = torch.cuda.current_stream().record_event()
         return output
 
     @contextmanager

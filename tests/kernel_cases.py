@@ -237,6 +237,26 @@ def test_block_equals_batch_norm_relu_and_goodness(
         assert torch.allclose(norm.get_buffer(name).double(), wanted_buffer.double(), rtol=1e-6)
 
 
+def test_a_block_may_put_its_gradient_in_the_place_of_y() -> None:
+    """The same gradients bit for bit, in y's own memory; a second backward pass is refused, not wrong."""
+    norm, weight = make_norm(24), torch.randn(3, 24, device=DEVICE)
+    leaf = torch.randn(3, 24, 7, 5, device=DEVICE).contiguous(memory_format=LAST)
+    found = []
+    for overwrite in (False, True):
+        x, w = leaf.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = x * 1.0
+        seen: list[int] = []
+        y.register_hook(lambda grad, seen=seen: seen.append(grad.data_ptr()))
+        g = block.block_goodness(y, block.block_statistics(y, norm), norm, w, (1, 2), overwrite)
+        g.square().sum().backward(retain_graph=True)
+        assert (seen == [y.data_ptr()]) == overwrite
+        found.append([x.grad, w.grad, norm.weight.grad, norm.bias.grad])
+        norm.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        g.square().sum().backward()
+
+
 def test_statistics_survive_a_mean_far_from_zero() -> None:
     y = (torch.randn(4, 8, 6, 6, device=DEVICE) + 300.0).contiguous(memory_format=LAST)
     stats = block.block_statistics(y, make_norm(8))

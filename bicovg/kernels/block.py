@@ -89,8 +89,8 @@ def _(
 @torch.library.custom_op(
     "bicovg::block_goodness",
     mutates_args=(),
-    schema="(Tensor y, Tensor stats, Tensor gamma, Tensor beta, Tensor? weight, Tensor? cast, int[] scales) "
-    "-> (Tensor, Tensor)",
+    schema="(Tensor y, Tensor stats, Tensor gamma, Tensor beta, Tensor? weight, Tensor? cast, int[] scales, "
+    "bool overwrite) -> (Tensor, Tensor)",
 )
 def block_goodness_op(
     y: Tensor,
@@ -100,6 +100,7 @@ def block_goodness_op(
     weight: Tensor | None,
     cast: Tensor | None,
     scales: Sequence[int],
+    overwrite: bool,
 ) -> tuple[Tensor, Tensor]:
     """g (float32) and p; ``cast`` is ``weight`` in y's dtype."""
     g, p = forward_outputs(y, weight, scales, keep=True, always=True)
@@ -116,6 +117,7 @@ def _(
     weight: Tensor | None,
     cast: Tensor | None,
     scales: Sequence[int],
+    overwrite: bool,
 ) -> tuple[Tensor, Tensor]:
     return forward_outputs(y, weight, scales, keep=True, always=True)
 
@@ -132,7 +134,30 @@ def block_goodness_backward_op(
     y = y.contiguous(memory_format=torch.channels_last)
     slopes = launch_slopes(grad.contiguous(), y, 0 if cast is None else cast.shape[0], scales)
     sums = launch_sums(slopes, y, cast, p, stats, scales)
-    return launch_gradient(slopes, sums, y, cast, p, stats, scales), sums
+    dy = torch.empty_like(y)
+    launch_gradient(dy, slopes, sums, y, cast, p, stats, scales)
+    return dy, sums
+
+
+@torch.library.custom_op(
+    "bicovg::block_goodness_backward_",
+    mutates_args=("y",),
+    schema="(Tensor grad, Tensor(a!) y, Tensor stats, Tensor? cast, Tensor p, int[] scales) -> Tensor",
+)
+def block_goodness_backward_in_place_op(
+    grad: Tensor, y: Tensor, stats: Tensor, cast: Tensor | None, p: Tensor, scales: Sequence[int]
+) -> Tensor:
+    """The same with dy in y's place; y channels_last. Each program writes only what it alone has read."""
+    slopes = launch_slopes(grad.contiguous(), y, 0 if cast is None else cast.shape[0], scales)
+    sums = launch_sums(slopes, y, cast, p, stats, scales)
+    launch_gradient(y, slopes, sums, y, cast, p, stats, scales)
+    return sums
+
+
+@block_goodness_backward_in_place_op.register_fake
+def _(grad: Tensor, y: Tensor, stats: Tensor, cast: Tensor | None, p: Tensor, scales: Sequence[int]) -> Tensor:
+    N = 0 if cast is None else cast.shape[0]
+    return y.new_empty((N + 2, y.shape[1]), dtype=torch.float32)
 
 
 def launch_slopes(grad: Tensor, y: Tensor, N: int, scales: Sequence[int]) -> Tensor:
@@ -185,22 +210,27 @@ def launch_sums(
 
 
 def launch_gradient(
-    slopes: Tensor, sums: Tensor, y: Tensor, cast: Tensor | None, p: Tensor, stats: Tensor, scales: Sequence[int]
-) -> Tensor:
-    """dy, channels_last."""
+    dy: Tensor,
+    slopes: Tensor,
+    sums: Tensor,
+    y: Tensor,
+    cast: Tensor | None,
+    p: Tensor,
+    stats: Tensor,
+    scales: Sequence[int],
+) -> None:
+    """Fill dy, channels_last; it may be y."""
     from bicovg.kernels.block_backward_triton import gradient_kernel
 
     B, C, H, W = y.shape
     N = 0 if cast is None else cast.shape[0]
     tile = gradient_tile(C, N, H, y.dtype)
     cut, workers, shape = cut_work(y, N, scales, tile)
-    dy = torch.empty_like(y)
     with device_guard(y):
         gradient_kernel[(math.ceil(C / shape["BC"]), workers)](
             dy, y, p, y if cast is None else cast, slopes, stats, sums, B, cut.tiles, B * H * W, **shape,
             PRECISION="ieee", STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers,
         )  # fmt: skip
-    return dy
 
 
 @block_goodness_backward_op.register_fake
@@ -213,16 +243,21 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    y, stats, _, _, weight, cast, scales = inputs
+    y, stats, _, _, weight, cast, scales, overwrite = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(y, stats, cast, output[1])
     ctx.scales, ctx.has_weight = scales, weight is not None
+    ctx.overwrite = overwrite and y.is_contiguous(memory_format=torch.channels_last)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     y, stats, cast, p = ctx.saved_tensors
-    dy, sums = torch.ops.bicovg.block_goodness_backward(grad, y, stats, cast, p, ctx.scales)
-    return dy, None, sums[-1], sums[-2], sums[:-2] if ctx.has_weight else None, None, None
+    if ctx.overwrite:
+        dy = y.detach()
+        sums = torch.ops.bicovg.block_goodness_backward_(grad, dy, stats, cast, p, ctx.scales)
+    else:
+        dy, sums = torch.ops.bicovg.block_goodness_backward(grad, y, stats, cast, p, ctx.scales)
+    return dy, None, sums[-1], sums[-2], sums[:-2] if ctx.has_weight else None, None, None, None
 
 
 block_goodness_op.register_autograd(_differentiate, setup_context=_save)
@@ -253,8 +288,15 @@ def block_goodness(
     norm: nn.BatchNorm2d,
     weight: Float[Tensor, "n c"] | None,
     scales: tuple[int, ...],
+    overwrite: bool = False,
 ) -> Float[Tensor, "b d"]:
-    """``bicovg(relu(batch_norm(y)), weight, scales)`` in float32, ``stats`` being those of this very y."""
+    """``bicovg(relu(batch_norm(y)), weight, scales)`` in float32, ``stats`` being those of this very y.
+
+    With ``overwrite`` the backward pass puts dy in y's place: for a y that nothing else needs by then.
+    """
     cast = None if weight is None else weight.detach().to(y.dtype)
-    g: Tensor = torch.ops.bicovg.block_goodness(y, stats, norm.weight, norm.bias, weight, cast, list(scales))[0]
+    overwrite = overwrite and not torch.compiler.is_compiling()
+    g: Tensor = torch.ops.bicovg.block_goodness(
+        y, stats, norm.weight, norm.bias, weight, cast, list(scales), overwrite
+    )[0]
     return g

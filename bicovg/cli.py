@@ -87,6 +87,7 @@ def add_run_parsers(commands: Any) -> None:
     evaluate.add_argument("--early-exit", action="store_true", help=text)
     images = ("train", "augmented", "heldout")
     fuse.add_argument("--on", default="train", choices=images, help="images whose logits are fitted")
+    fuse.add_argument("--temperatures", action="store_true", help="fit a temperature of every exit beside its weight")
     compare = commands.add_parser("compare", help="compare finished runs, seeds pooled", allow_abbrev=False)
     compare.add_argument("runs", metavar="RUN", nargs="+")
     checkpoint = commands.add_parser("checkpoint", help="list or verify a run's checkpoints", allow_abbrev=False)

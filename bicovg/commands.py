@@ -166,10 +166,10 @@ def fuse_run(trainer: Trainer, args: argparse.Namespace) -> int:
     summary = read_summary(trainer.run)
     unseen = trainer.config.train.epochs  # an epoch whose augmentation no step has used
     fit_on, test = trainer.logits(args.on, unseen), trainer.logits("test")
-    record, _ = report_fusion(fit_on, test, trainer.config.fusion, team=trainer.counters)
-    summary["fusion"][args.on] = record
+    record, _ = report_fusion(fit_on, test, trainer.config.fusion, args.temperatures, trainer.counters)
+    summary["fusion"][args.on + "_temperatures" * args.temperatures] = record
     wide_console().print(summary_table(summary))
-    print(f"fusion fitted on {args.on}: N_eff {record['N_eff']:.2f}")
+    print(f"fusion fitted on {args.on}: top-1 {record['top1']:.2f}, N_eff {record['N_eff']:.2f}")
     store_summary(trainer, summary)
     return 0
 

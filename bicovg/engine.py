@@ -27,7 +27,7 @@ from bicovg.synced_norm import apply_norm_stats
 
 ENGINES = ("auto", "graph", "compiled", "eager")
 WARMUP_STEPS = 3
-LANES = 2
+LANES = 4
 
 
 class Schedule:

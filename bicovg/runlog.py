@@ -137,9 +137,11 @@ def describe_environment(device: str, threads: int) -> dict[str, Any]:
 def find_commit() -> str | None:
     """The commit of the checkout this package runs from, ``+`` where the tree has changes.
 
-    Outside a checkout, or without git, what ``BICOVG_COMMIT`` says; None where that is not set.
+    ``BICOVG_COMMIT``, where set, has the word: a copied tree's own history may not be its own. None if nobody knows.
     """
-    here = Path(__file__).parent
+    named, here = os.environ.get("BICOVG_COMMIT"), Path(__file__).parent
+    if named:
+        return named
 
     def git(*words: str) -> str | None:
         try:
@@ -149,7 +151,7 @@ def find_commit() -> str | None:
         return done.stdout.strip() if done.returncode == 0 else None
 
     if git("ls-files", "--error-unmatch", "runlog.py") is None:
-        return os.environ.get("BICOVG_COMMIT")
+        return None
     commit = git("rev-parse", "HEAD")
     return commit and commit + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
 

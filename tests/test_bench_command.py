@@ -91,11 +91,13 @@ def test_bench_without_time_left_says_so_in_every_row(tmp_path: Path) -> None:
     assert {row["reason"] for row in rows} == {OUT_OF_TIME}
 
 
-def test_the_commit_comes_from_the_environment_where_there_is_no_git(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("git", [True, False])
+def test_the_commit_that_the_environment_names_is_taken(
+    git: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BICOVG_COMMIT", "0123abc")
-    monkeypatch.setenv("PATH", "")
+    if not git:
+        monkeypatch.setenv("PATH", "")
     merge_results(tmp_path / "r.json", get_recipe("digits"), {}, rows=[fake_row("strict", 1.0)])
     assert read(tmp_path / "r.json")["runs"][0]["commit"] == "0123abc"
 

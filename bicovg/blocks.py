@@ -33,10 +33,12 @@ class Block(nn.Module):
     Attributes:
         plain: keep to the plain functions even where fused kernels could run.
         emitted: called with h as soon as it is written, in the last block of a unit on the fused kernels.
+        shadow: the convolution's weight in bfloat16, which takes its place and its gradient in training.
     """
 
     plain = False
     emitted: Callable[[Tensor], object] | None = None
+    shadow: Tensor | None = None
 
     def __init__(
         self,
@@ -62,7 +64,10 @@ class Block(nn.Module):
 
     def convolve(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d h w"]:
         """The convolution's output y, behind the FAL where there is one."""
-        y: Tensor = self.conv(x if self.alignment is None else self.alignment(x))
+        x = x if self.alignment is None else self.alignment(x)
+        if self.shadow is not None and self.training:
+            return F.conv2d(x, self.shadow, self.conv.bias, padding=1)
+        y: Tensor = self.conv(x)
         return y
 
     def features(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d h w"]:
@@ -148,7 +153,8 @@ class Block(nn.Module):
         assert self.norm is not None
         assert isinstance(self.goodness, BiCovG)
         assert self.readout is not None
-        goodness = block_goodness(y, stats, self.norm, self.goodness.weight, self.goodness.scales, overwrite)
+        weight, shadow = self.goodness.weight, self.goodness.shadow if self.training else None
+        goodness = block_goodness(y, stats, self.norm, weight, self.goodness.scales, overwrite, shadow)
         return self.readout(goodness)  # type: ignore[no-any-return]
 
     def _forward_fused(self, y: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor | None]:

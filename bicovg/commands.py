@@ -19,7 +19,7 @@ from bicovg.errors import StorageError, UserError
 from bicovg.evaluation import report_fusion
 from bicovg.launching import MOVABLE, begin_run
 from bicovg.report.command import finish_run
-from bicovg.runlog import read_config, read_summary, write_json
+from bicovg.runlog import expand_runs, read_config, read_summary, write_json
 from bicovg.stopping import RunLock, Stopper, StopRequested
 from bicovg.trainer import Trainer
 
@@ -224,7 +224,7 @@ def predict(args: argparse.Namespace) -> int:
 def group_runs(paths: list[str]) -> list[list[Path]]:
     """Runs that differ in nothing but their seed belong together; groups in order of first appearance."""
     groups: dict[Config, list[Path]] = {}
-    for path in map(Path, paths):
+    for path in expand_runs(paths):
         groups.setdefault(replace(read_config(path), seed=0), []).append(path)
     return list(groups.values())
 

@@ -24,10 +24,12 @@ from bicovg.reduction import NoReduction, UnitReduction
 from bicovg.state import Snapshot
 from bicovg.step import local_step
 from bicovg.synced_norm import apply_norm_stats
+from bicovg.updates import FusedUpdates, updates_available
 
 ENGINES = ("auto", "graph", "compiled", "eager")
 WARMUP_STEPS = 3
 LANES = 4
+FUSED_UPDATES = False  # bicovg.updates instead of torch's clip, check and optimizer: not yet run on a GPU
 
 
 class Schedule:
@@ -55,10 +57,14 @@ class EagerEngine:
     def __init__(self, net: LocalNetwork, optimizers: list[Optimizer], config: Config, loader: Loader) -> None:
         self.net, self.optimizers, self.config, self.loader = net, optimizers, config, loader
         self.learning_rate = Schedule(config, len(loader))
-        shared_clip = config.train.clip_norm is not None and config.train.clip_scope == "global"
-        self.guard: Guard | None = Guard(net, optimizers, config.train.nonfinite, shared_clip)
+        self.guard: Guard | None = self.make_guard()
         self.lanes: OneLane | None = None
         self.reduction: NoReduction | None = None
+
+    def make_guard(self) -> Guard:
+        train = self.config.train
+        shared_clip = train.clip_norm is not None and train.clip_scope == "global"
+        return Guard(self.net, self.optimizers, train.nonfinite, shared_clip)
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """What the steps train on."""
@@ -134,6 +140,8 @@ class GraphEngine(EagerEngine):
     ) -> None:
         super().__init__(net, optimizers, config, loader)
         compiled_units = compiled or (compiled is None and not fusible(net))
+        if FUSED_UPDATES and config.train.schedule == "interleaved" and updates_available(optimizers):
+            self.guard = self.make_updates(shadows=config.train.precision == "bfloat16" and not compiled_units)
         if config.train.overlap and config.train.schedule == "interleaved" and len(net.units) > 1:
             self.lanes = Lanes(LANES)
             if not compiled_units:
@@ -148,6 +156,10 @@ class GraphEngine(EagerEngine):
         self.assemble = loader.assemble if compiled is False else torch.compile(loader.assemble, dynamic=False)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.losses: Tensor | None = None
+
+    def make_updates(self, shadows: bool, guarded: bool = True) -> FusedUpdates:
+        """The guard that also clips and steps; ``guarded`` as there."""
+        return FusedUpdates(self.net, self.optimizers, self.config.train.nonfinite, shadows, guarded)
 
     def _body(self) -> Tensor:
         return self.train_batch(self.assemble(self.indices, self.epoch), self.step)
@@ -165,6 +177,8 @@ class GraphEngine(EagerEngine):
         with torch.cuda.graph(self.graph):
             self.losses = self._body()
         state.restore()
+        if isinstance(self.guard, FusedUpdates):
+            self.guard.settle()
         if self.guard is not None:
             self.guard.reset()
 

@@ -98,6 +98,7 @@ class BiCovG(nn.Module):
             )
         self.scales = tuple(scales)
         self.plain = False  # True: the plain function on a GPU too
+        self.shadow: Tensor | None = None  # the weight in bfloat16, kept up to date by ``bicovg.updates``
         projections = channels // reduction if cross_channel else 0
         self.dim = sum((channels + projections) * s * s for s in scales)
         self.weight: nn.Parameter | None = None

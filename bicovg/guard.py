@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bicovg.errors import NonFiniteError
+from bicovg.lanes import OneLane
 from bicovg.networks import LocalNetwork
+from bicovg.optim import clip_gradients
 
 POLICIES = ("stop", "skip")
 PERIOD = 50  # steps between two looks of the host at a GPU's flags
@@ -51,6 +53,22 @@ class Unguarded:
 
     def step(self, index: int, optimizer: Optimizer) -> None:
         optimizer.step()
+
+    def finish(
+        self,
+        index: int,
+        unit: nn.Module,
+        losses: Tensor,
+        optimizer: Optimizer,
+        clip_norm: float | None,
+        lanes: OneLane,
+    ) -> None:
+        """All that follows the backward pass of unit ``index``: clip, check, step, free the gradients."""
+        norm = None if clip_norm is None else clip_gradients(unit, clip_norm)
+        with lanes.in_order():
+            self.check(index, losses, norm)
+        self.step(index, optimizer)
+        optimizer.zero_grad()
 
 
 class Guard(Unguarded):

@@ -3,6 +3,7 @@
 import math
 
 import torch
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from bicovg.config import OptimConfig
@@ -31,6 +32,11 @@ def make_optimizers(net: LocalNetwork, config: OptimConfig, device: torch.device
         else:
             raise UserError(f"optimizer {config.name!r} is unknown: choose adamw or sgd")
     return made
+
+
+def clip_gradients(part: nn.Module, clip_norm: float) -> Tensor:
+    """Scale the gradients of ``part`` to a norm of at most ``clip_norm``, without a host sync; returns their norm."""
+    return nn.utils.clip_grad_norm_(part.parameters(), clip_norm)
 
 
 def learning_rate(step: int, steps: int, warmup_steps: int, lr: float, lr_min: float) -> float:

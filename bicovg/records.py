@@ -18,7 +18,7 @@ from bicovg.config import Config, override, to_json, walk_settings
 from bicovg.errors import UserError
 from bicovg.recipes import RECIPES, get_recipe
 from bicovg.records_check import check_record
-from bicovg.runlog import read_config, read_json, read_lines, read_summary, write_json
+from bicovg.runlog import expand_runs, read_config, read_json, read_lines, read_summary, write_json
 
 FOLDER = Path("records")
 MACHINE_SETTINGS = ("data.root", "data.prefetch", "train.device", "train.threads")
@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    record = write_record([Path(path) for path in args.runs], Path(args.out), args.replace)
+    record = write_record(expand_runs(args.runs), Path(args.out), args.replace)
     for entry in record["runs"]:
         last, mean = entry["last"]["top1"], entry["mean"]["top1"]
         print(f"seed {entry['seed']}: last exit {last:.2f}, mean of exits {mean:.2f} % top-1")

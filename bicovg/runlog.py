@@ -11,6 +11,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,15 @@ def read_config(run: Path) -> Config:
     if not os.path.lexists(path):
         raise UserError(f"{run} is not a run folder: it has no config.json")
     return from_json(_read_text(path), str(path))
+
+
+def expand_runs(paths: Iterable[str]) -> list[Path]:
+    """Run folders as they are, and for a folder of ``train --seeds`` the runs inside it."""
+    found: list[Path] = []
+    for path in map(Path, paths):
+        inside = sorted(path.glob("*/config.json")) if not os.path.lexists(path / "config.json") else []
+        found += [file.parent for file in inside] or [path]
+    return found
 
 
 def _read_text(path: Path) -> str:

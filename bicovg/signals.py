@@ -54,10 +54,14 @@ def delta_credit(output: Tensor | None, losses: Tensor, updates: Iterable[tuple[
 
 
 def assign_gradients(credits: Sequence[Credit]) -> None:
-    """Turn credit into ``.grad``: one backward over all roots, then the explicit updates."""
+    """Turn credit into ``.grad``: one backward over all roots, then the explicit updates.
+
+    Autocast is off meanwhile: every product is differentiated in the type it was computed in, the readouts' in float32.
+    """
     roots = [root for credit in credits for root in credit.roots]
     if roots:
-        torch.autograd.backward([tensor for tensor, _ in roots], [grad for _, grad in roots])
+        with torch.autocast(roots[0][0].device.type, enabled=False):
+            torch.autograd.backward([tensor for tensor, _ in roots], [grad for _, grad in roots])
     for credit in credits:
         for parameter, delta in credit.updates:
             parameter.grad = -delta if parameter.grad is None else parameter.grad - delta

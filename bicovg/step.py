@@ -15,12 +15,13 @@ from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from bicovg.guard import Guard, Unguarded
 from bicovg.lanes import OneLane
 from bicovg.networks import LocalNetwork
+from bicovg.optim import clip_gradients
 from bicovg.reduction import NoReduction
 from bicovg.signals import Credit, assign_gradients
 
@@ -102,11 +103,7 @@ def _interleaved(
 
     def finish(index: int) -> None:
         reduction.collect(index)
-        norm = None if clip_norm is None else clip_gradients(net.units[index], clip_norm)
-        with lanes.in_order():
-            guard.check(index, losses[index], norm)
-        guard.step(index, optimizers[index])
-        optimizers[index].zero_grad()
+        guard.finish(index, net.units[index], losses[index], optimizers[index], clip_norm, lanes)
 
     for index, unit in enumerate(net.units):
         with lanes.lane(index):
@@ -153,8 +150,3 @@ def _summed(
         guard.step(index, optimizer)
         optimizer.zero_grad()
     return torch.cat([credit.losses for credit in credits])
-
-
-def clip_gradients(part: nn.Module, clip_norm: float) -> Tensor:
-    """Scale the gradients of ``part`` to a norm of at most ``clip_norm``, without a host sync; returns their norm."""
-    return nn.utils.clip_grad_norm_(part.parameters(), clip_norm)

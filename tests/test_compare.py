@@ -91,3 +91,15 @@ def test_runs_with_unequal_exits_are_shown_without_a_gain(tmp_path: Path, capsys
     text = compare([one, two], capsys)
     assert "1 exits against 2, no gain per block" in text
     assert re.search(r"block 1\D+95.00\D+-", text)
+
+
+def test_a_folder_of_seeds_stands_for_its_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [tmp_path / name for name in ("plain", "full")]
+    for folder, recipe in zip(folders, ("digits-per-channel", "digits"), strict=True):
+        folder.mkdir()
+        runs = [write_run(folder, recipe, seed, [90.0 + seed, 95.0], 96.0) for seed in range(3)]
+        assert len(runs) == 3
+    pooled = compare([str(folder) for folder in folders], capsys)
+    listed = compare([str(run) for folder in folders for run in sorted(folder.iterdir())], capsys)
+    assert pooled == listed
+    assert "n = 3" in pooled

@@ -1,8 +1,8 @@
 """Runs the kernel tests in Triton's interpreter, in a process of its own.
 
 The interpreter must be chosen before Triton is first imported, and must not be seen by any other test: hence a
-process. The cases are in ``kernel_cases.py``; ``TRITON_INTERPRET=1 pytest tests/kernel_cases.py`` runs them by
-hand, and on a machine with a GPU ``pytest tests/kernel_cases.py`` runs them there.
+process. The cases are in ``kernel_cases.py`` and ``update_cases.py``; ``TRITON_INTERPRET=1 pytest FILE`` runs them by
+hand, and on a machine with a GPU ``pytest FILE`` runs them there.
 """
 
 import importlib.util
@@ -18,7 +18,16 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_kernels_equal_their_definitions_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernel_cases.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/kernel_cases.py",
+        "tests/update_cases.py",
+    ]
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -289,12 +289,14 @@ def block_goodness(
     weight: Float[Tensor, "n c"] | None,
     scales: tuple[int, ...],
     overwrite: bool = False,
+    shadow: Float[Tensor, "n c"] | None = None,
 ) -> Float[Tensor, "b d"]:
     """``bicovg(relu(batch_norm(y)), weight, scales)`` in float32, ``stats`` being those of this very y.
 
-    With ``overwrite`` the backward pass puts dy in y's place: for a y that nothing else needs by then.
+    With ``overwrite`` the backward pass puts dy in y's place: for a y that nothing else needs by then. ``shadow`` is
+    the weight in y's dtype, where it is at hand.
     """
-    cast = None if weight is None else weight.detach().to(y.dtype)
+    cast = shadow if shadow is not None or weight is None else weight.detach().to(y.dtype)
     overwrite = overwrite and not torch.compiler.is_compiling()
     g: Tensor = torch.ops.bicovg.block_goodness(
         y, stats, norm.weight, norm.bias, weight, cast, list(scales), overwrite

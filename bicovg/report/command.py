@@ -39,12 +39,13 @@ def report(args: argparse.Namespace) -> int:
     from bicovg.report.collect import read_runs
     from bicovg.report.figures import write_figures
     from bicovg.report.page import write_page
+    from bicovg.runlog import expand_runs
 
     if args.tables:
         return write_tables(args)
     if not args.runs:
         raise UserError("report needs a run folder: bicovg report RUN...")
-    paths = [Path(path) for path in args.runs]
+    paths = expand_runs(args.runs)
     for run in read_runs(paths):
         if run.summary is None:
             raise UserError(

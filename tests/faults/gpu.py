@@ -25,6 +25,7 @@ from bicovg.saving import Saver
 from bicovg.state import Progress, Snapshot
 from bicovg.stopping import Stopper, StopRequested
 from bicovg.trainer import Trainer
+from bicovg.updates import FusedUpdates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -57,7 +58,10 @@ def timed(steps, count):
 def guard_cost(recipe, count, rounds):
     """Share of a step that the guard takes: engines with and without it, in turns."""
     guarded, bare = make(recipe), make(recipe)
-    bare.guard = None
+    if isinstance(bare.guard, FusedUpdates):
+        bare.guard = bare.make_updates(bool(bare.guard.shadows), guarded=False)
+    else:
+        bare.guard = None
     loops = [endless(guarded), endless(bare)]
     for loop in loops:
         timed(loop, count)

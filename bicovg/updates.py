@@ -1,0 +1,238 @@
+"""The end of a unit's part of a captured GPU step: clip, finite check and optimizer, in three kernels a unit.
+
+What torch offers does the same in a dozen launches, each spread over few programs. Here
+
+* ``examine`` sums the squares of the unit's gradients: their norm, and whether all of them are finite;
+* ``decide`` sets the unit's flag (see ``bicovg.guard``), the clip factor and the step counts;
+* ``update`` steps parameters and moments where the flag allows, and writes the **shadows**: bfloat16 copies of the
+  weights that the next step computes with, so that no step casts a weight. A convolution's shadow also takes the
+  gradient, which then is never cast either.
+
+The kernels find the tensors in a table of addresses. A captured graph keeps its addresses, so the table is filled once,
+after the capture (``settle``); in the steps before it, each time.
+"""
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from bicovg.blocks import Block
+from bicovg.goodness import BiCovG
+from bicovg.guard import Guard
+from bicovg.kernels.tiles import device_guard, next_power
+from bicovg.lanes import OneLane
+from bicovg.networks import LocalNetwork
+
+RUN = 2048  # elements a program
+
+
+@dataclass
+class Runs:
+    """Tensors of given sizes cut into runs of ``RUN`` elements: whose each one is, and where it begins."""
+
+    owner: Tensor
+    start: Tensor
+
+    @classmethod
+    def cut(cls, sizes: Sequence[int], device: torch.device) -> "Runs":
+        pieces = [(row, first) for row, size in enumerate(sizes) for first in range(0, size, RUN)]
+        owner, start = torch.tensor(pieces or [(0, 0)], dtype=torch.int64, device=device).unbind(dim=1)
+        return cls(owner.contiguous(), start.contiguous())
+
+    def __len__(self) -> int:
+        return len(self.owner)
+
+
+class UnitTable:
+    """The addresses of one unit's parameters and all that belongs to them."""
+
+    def __init__(self, optimizer: Optimizer, shadows: dict[Tensor, Tensor]) -> None:
+        (self.group,) = optimizer.param_groups
+        self.parameters: list[Tensor] = self.group["params"]
+        self.optimizer, self.shadows = optimizer, shadows
+        device = self.parameters[0].device
+        self.runs = Runs.cut([p.numel() for p in self.parameters], device)
+        self.table = torch.zeros((len(self.parameters), 8), dtype=torch.int64, device=device)
+        self.part = torch.zeros(len(self.runs), device=device)
+        self.factor = torch.ones((), device=device)
+        make_state(optimizer)
+
+    def addresses(self) -> Tensor:
+        """The table's rows as they are now, on the CPU; a parameter without a gradient has size 0 and is left alone."""
+        rows = []
+        for parameter in self.parameters:
+            shadow = self.shadows.get(parameter)
+            found = shadow.grad if shadow is not None and shadow.requires_grad else parameter.grad
+            state = self.optimizer.state[parameter]
+            moments = [state.get("exp_avg", state.get("momentum_buffer")), state.get("exp_avg_sq"), state.get("step")]
+            assert found is None or found.stride() == parameter.stride(), "a gradient is laid out unlike its parameter"
+            rows.append(
+                [
+                    parameter.data_ptr(),
+                    0 if found is None else found.data_ptr(),
+                    *(0 if moment is None else moment.data_ptr() for moment in moments),
+                    0 if shadow is None else shadow.data_ptr(),
+                    0 if found is None else parameter.numel(),
+                    int(found is not None and found.dtype == torch.bfloat16),
+                ]
+            )
+        return torch.tensor(rows, dtype=torch.int64)
+
+
+class FusedUpdates(Guard):
+    """The guard of a captured engine that also clips and steps. AdamW and SGD of one parameter group, clip per unit.
+
+    Args:
+        shadows: whether weights get bfloat16 copies to compute with.
+        guarded: False leaves the finite check out, where no clip norm needs it anyway: to measure what it costs.
+    """
+
+    def __init__(
+        self,
+        net: LocalNetwork,
+        optimizers: Sequence[Optimizer],
+        policy: str = "stop",
+        shadows: bool = True,
+        guarded: bool = True,
+    ) -> None:
+        super().__init__(net, optimizers, policy)
+        self.shadows = make_shadows(net) if shadows else {}
+        self.tables = [UnitTable(optimizer, self.shadows) for optimizer in optimizers]
+        self.guarded = guarded
+        self.buffers = BufferTable(self.units, self.flags.device)
+        self._unsettled: list[tuple[UnitTable, Tensor]] = []
+
+    def __enter__(self) -> "FusedUpdates":
+        if self.policy == "stop":
+            self._flag[0].copy_(self._flag[-1])
+        self.buffers.copy(self.flags, back=False)
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            self.buffers.copy(self.flags, back=True)
+
+    @torch.no_grad()
+    def finish(
+        self,
+        index: int,
+        unit: nn.Module,
+        losses: Tensor,
+        optimizer: Optimizer,
+        clip_norm: float | None,
+        lanes: OneLane,
+    ) -> None:
+        from bicovg.kernels.update_triton import decide_kernel, examine_kernel, update_kernel
+
+        unit_table = self.tables[index]
+        self._fill(unit_table)
+        table, runs, group = unit_table.table, unit_table.runs, unit_table.group
+        adamw, rows, blocks = isinstance(optimizer, AdamW), len(unit_table.parameters), len(runs)
+        beta1, beta2 = group["betas"] if adamw else (group["momentum"], 0.0)
+        with device_guard(table):
+            if self.guarded or clip_norm is not None:
+                examine_kernel[(blocks,)](unit_table.part, table, runs.owner, runs.start, BLOCK=RUN, num_warps=4)
+            with lanes.in_order():
+                decide_kernel[(1,)](
+                    self._flag[index + 1], unit_table.factor, unit_table.part, losses, table, blocks, len(losses), rows,
+                    clip_norm or 0.0, CLIP=clip_norm is not None, COUNTS=adamw, PARTS=1024,
+                    EXITS=next_power(len(losses)), ROWS=next_power(rows), num_warps=4,
+                )  # fmt: skip
+            update_kernel[(blocks,)](
+                table, runs.owner, runs.start, self._flag[index + 1], unit_table.factor, group["lr"],
+                group["weight_decay"], beta1, beta2, 1.0 - beta1, 1.0 - beta2, group.get("eps", 0.0),
+                math.log(beta1) if adamw else 0.0, math.log(beta2) if adamw else 0.0, CLIP=clip_norm is not None,
+                ADAMW=adamw, MOMENTUM=not adamw and bool(group["momentum"]), BLOCK=RUN, num_warps=4,
+            )  # fmt: skip
+        optimizer.zero_grad()
+        for parameter in unit_table.parameters:
+            if parameter in self.shadows:
+                self.shadows[parameter].grad = None
+
+    def _fill(self, unit_table: UnitTable) -> None:
+        rows = unit_table.addresses()
+        if unit_table.table.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._unsettled.append((unit_table, rows))
+        else:
+            unit_table.table.copy_(rows)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """After a capture, and after weights were put back: tell the kernels the addresses, and renew the shadows."""
+        for unit_table, rows in self._unsettled:
+            unit_table.table.copy_(rows)
+        self._unsettled.clear()
+        for parameter, shadow in self.shadows.items():
+            shadow.copy_(parameter)
+
+
+class BufferTable:
+    """Buffers copied before a step and put back after it where their unit was held, each with one kernel for all."""
+
+    def __init__(self, units: Sequence[nn.Module], device: torch.device) -> None:
+        owned = [(buffer, u + 1) for u, unit in enumerate(units) for buffer in unit.buffers()]
+        self.copies = [torch.empty_like(buffer) for buffer, _ in owned]
+        words = [buffer.nbytes // 4 for buffer, _ in owned]
+        assert all(buffer.nbytes % 4 == 0 for buffer, _ in owned), "buffers are copied as words of four bytes"
+        rows = [
+            [buffer.data_ptr(), copy.data_ptr(), size, flag]
+            for (buffer, flag), copy, size in zip(owned, self.copies, words, strict=True)
+        ]
+        self.table = torch.tensor(rows, dtype=torch.int64, device=device)
+        self.runs = Runs.cut(words, device)
+
+    def copy(self, flags: Tensor, back: bool) -> None:
+        from bicovg.kernels.update_triton import copy_kernel
+
+        if self.copies:
+            with device_guard(flags):
+                copy_kernel[(len(self.runs),)](
+                    self.table, self.runs.owner, self.runs.start, flags, BACK=back, BLOCK=RUN, num_warps=4
+                )
+
+
+def make_state(optimizer: Optimizer) -> None:
+    """The state that torch's optimizer would make in its first step."""
+    (group,) = optimizer.param_groups
+    for parameter in group["params"]:
+        state = optimizer.state[parameter]
+        if isinstance(optimizer, AdamW) and not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        elif not isinstance(optimizer, AdamW) and group["momentum"] and state.get("momentum_buffer") is None:
+            state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+def make_shadows(net: LocalNetwork) -> dict[Tensor, Tensor]:
+    """bfloat16 copies of the weights that a fused block computes with; those of convolutions take the gradient."""
+    shadows: dict[Tensor, Tensor] = {}
+    for block in net.modules():
+        if isinstance(block, Block) and block.fusible():
+            weight = block.conv.weight
+            block.shadow = shadows[weight] = weight.detach().to(torch.bfloat16).requires_grad_()
+            if isinstance(block.goodness, BiCovG) and block.goodness.weight is not None:
+                block.goodness.shadow = shadows[block.goodness.weight] = block.goodness.weight.detach().to(
+                    torch.bfloat16
+                )
+    return shadows
+
+
+def updates_available(optimizers: Sequence[Optimizer]) -> bool:
+    """Whether there is Triton, and its kernels know these optimizers, setting by setting."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    for optimizer in optimizers:
+        if type(optimizer) not in (SGD, AdamW) or len(optimizer.param_groups) != 1:
+            return False
+        (group,) = optimizer.param_groups
+        strange = (group.get("amsgrad"), group.get("maximize"), group.get("nesterov"), group.get("dampening"))
+        if any(strange) or any(p.dtype != torch.float32 for p in group["params"]):
+            return False
+    return True

@@ -1,0 +1,163 @@
+"""Fused clip, finite check and optimizer against torch's own; see ``test_kernels.py`` for how these run."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bicovg.blocks import Block
+from bicovg.config import OptimConfig
+from bicovg.errors import NonFiniteError
+from bicovg.guard import Guard
+from bicovg.networks import LocalNetwork, local_network
+from bicovg.optim import make_optimizers
+from bicovg.step import local_step
+from bicovg.updates import RUN, FusedUpdates, make_state, updates_available
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ADAMW = OptimConfig(name="adamw", lr=3e-3, weight_decay=0.02)
+SGD = OptimConfig(name="sgd", lr=0.05, momentum=0.9, weight_decay=1e-3)
+PLAIN = OptimConfig(name="sgd", lr=0.1, momentum=0.0)
+IMAGES = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Trained:
+    """A small net, trained by ``local_step`` with one guard or the other."""
+
+    def __init__(self, optim: OptimConfig, fused: bool, policy: str = "stop", shadows: bool = False) -> None:
+        torch.manual_seed(0)
+        self.net: LocalNetwork = local_network(
+            3, (24, 40, 24), pools=(1,), scales=((2, 4), (1, 2), (1, 2)), groups=(1, 2), alignment=True, hidden=64
+        ).to(DEVICE, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        for module in self.net.modules():
+            if isinstance(module, Block):
+                module.plain = not shadows  # the other kernels have their own cases
+        self.optimizers = make_optimizers(self.net, optim, DEVICE)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:  # the kernels read the learning rate from the device
+                group["lr"] = torch.tensor(optim.lr, device=DEVICE) if fused else group["lr"]
+        kind: Any = FusedUpdates if fused else Guard
+        self.guard = kind(self.net, self.optimizers, policy, *((shadows,) if fused else ()))
+
+    def step(self, number: int, **settings: Any) -> Tensor:
+        labels, keys = torch.tensor([0, 1, 2, 1], device=DEVICE), torch.arange(4, device=DEVICE) + 10 * number
+        losses = local_step(
+            self.net, self.optimizers, IMAGES.to(DEVICE), labels, keys=keys, guard=self.guard, **settings
+        )
+        self.guard.record(number)
+        return losses
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = {name: value.detach() for name, value in self.net.state_dict().items()}
+        for unit, optimizer in enumerate(self.optimizers):
+            for row, state in optimizer.state_dict()["state"].items():
+                found |= {f"{unit}.{row}.{name}": value for name, value in state.items()}
+        return {name: value.detach().double().clone() for name, value in found.items()}
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5], ids=["free", "clipped"])
+@pytest.mark.parametrize("optim", [ADAMW, SGD, PLAIN], ids=["adamw", "sgd", "plain"])
+def test_updates_equal_torchs_clip_and_optimizer(optim: OptimConfig, clip_norm: float | None) -> None:
+    mine, wanted = Trained(optim, True), Trained(optim, False)
+    assert max(len(table.runs) for table in mine.guard.tables) > 3, "some parameter must take several programs"
+    for number in range(4):
+        losses = [trained.step(number, clip_norm=clip_norm) for trained in (mine, wanted)]
+        assert torch.allclose(*losses, atol=1e-5)
+    reference = wanted.tensors()
+    for name, value in mine.tensors().items():
+        assert torch.allclose(value, reference[name], rtol=1e-4, atol=2e-6), name
+    assert mine.tensors().keys() == reference.keys()
+
+
+@pytest.mark.parametrize("optim", [ADAMW, SGD], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_unit_keeps_its_bits_and_those_behind_it(optim: OptimConfig, bad: float) -> None:
+    """Parameters, moments, step counts and batch-norm buffers; the unit before it has stepped."""
+    trained = Trained(optim, True)
+    trained.step(0)
+    with torch.no_grad():
+        trained.net.units[1].blocks[0].readout.weight[0, 0] = bad  # type: ignore[index,union-attr]
+    before = trained.tensors()
+    with pytest.raises(NonFiniteError, match="block 1 was not finite at step 1"):
+        (trained.step(1), trained.guard.flush())  # a CPU raises in the step, a GPU when it is asked
+    for name, value in trained.tensors().items():
+        first = name.startswith(("units.0.", "0."))
+        if not first:
+            assert torch.equal(value.nan_to_num(7.0), before[name].nan_to_num(7.0)), name
+    moved = [n for n, value in trained.tensors().items() if not torch.equal(value, before[n])]
+    assert any(name.startswith("units.0.") for name in moved)
+
+
+def test_skip_goes_on_with_the_next_step() -> None:
+    trained = Trained(ADAMW, True, policy="skip")
+    trained.step(0)
+    weight = trained.net.units[2].blocks[0].readout.weight  # type: ignore[index,union-attr]
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight[0, 0] = torch.nan
+    trained.step(1)
+    with torch.no_grad():
+        weight.copy_(kept)
+    losses = trained.step(2)
+    trained.guard.flush()
+    assert losses.isfinite().all()
+    assert [event.step for event in trained.guard.events] == [1]
+    counts = [float(state["step"]) for state in trained.optimizers[2].state_dict()["state"].values()]
+    assert set(counts) == {2.0}
+    assert {float(s["step"]) for s in trained.optimizers[0].state_dict()["state"].values()} == {3.0}
+
+
+def test_shadows_train_as_autocast_does() -> None:
+    """The weights that steps compute with are the rounded weights, and their gradients arrive unrounded by casts."""
+    mine, wanted = Trained(SGD, True, shadows=True), Trained(SGD, False)
+    for number in range(3):
+        losses = [trained.step(number, clip_norm=1.0, precision="bfloat16") for trained in (mine, wanted)]
+        assert torch.allclose(*losses, atol=2e-3)
+    assert len(mine.guard.shadows) == 6
+    for parameter, shadow in mine.guard.shadows.items():
+        # Triton's interpreter cuts digits off where a GPU rounds
+        error = (shadow.float() - parameter).abs()
+        assert (error <= parameter.abs() * 2.0 ** (-8 if DEVICE.type == "cuda" else -7)).all()
+        assert shadow.stride() == parameter.stride()
+        assert shadow.grad is None
+    reference = wanted.tensors()
+    for name, value in mine.tensors().items():
+        assert (value - reference[name]).norm() <= 0.02 * reference[name].norm() + 1e-3, name
+    with torch.no_grad():
+        mine.net.units[0].blocks[0].conv.weight.zero_()  # type: ignore[index,union-attr]
+    mine.guard.settle()
+    assert (mine.net.units[0].blocks[0].shadow == 0).all()  # type: ignore[index,union-attr]
+
+
+def test_a_parameter_without_gradient_is_left_alone() -> None:
+    trained = Trained(ADAMW, True)
+    extra = trained.net.units[0].blocks[0].readout.bias  # type: ignore[index,union-attr]
+    extra.requires_grad_(False)
+    before = extra.clone()
+    trained.step(0)
+    assert torch.equal(extra, before)
+
+
+def test_what_the_kernels_do_not_know_is_left_to_torch() -> None:
+    weight = [nn.Parameter(torch.zeros(3))]
+    assert updates_available([torch.optim.AdamW(weight), torch.optim.SGD(weight, momentum=0.9)])
+    assert not updates_available([torch.optim.SGD(weight, momentum=0.9, nesterov=True)])
+    assert not updates_available([torch.optim.AdamW(weight, amsgrad=True)])
+    assert not updates_available([torch.optim.Adam(weight)])
+    assert not updates_available([torch.optim.SGD([nn.Parameter(torch.zeros(3, dtype=torch.float64))])])
+    assert not updates_available([torch.optim.SGD([{"params": weight}, {"params": [nn.Parameter(torch.ones(2))]}])])
+
+
+def test_state_is_what_torch_would_make() -> None:
+    for kind, settings in ((torch.optim.AdamW, {"capturable": False}), (torch.optim.SGD, {"momentum": 0.9})):
+        made, wanted = ([nn.Parameter(torch.ones(2, 3, 2, 2).to(memory_format=torch.channels_last))] for _ in range(2))
+        optimizer, reference = kind(made, lr=0.1, **settings), kind(wanted, lr=0.1, **settings)
+        wanted[0].grad = torch.zeros_like(wanted[0])
+        reference.step()
+        make_state(optimizer)
+        mine, torchs = (o.state_dict()["state"][0] for o in (optimizer, reference))
+        assert mine.keys() == torchs.keys()
+        for name, value in mine.items():
+            assert (value.dtype, value.stride()) == (torchs[name].dtype, torchs[name].stride())
+    assert RUN >= 1024

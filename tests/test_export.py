@@ -56,7 +56,7 @@ def test_every_head_loads_and_equals_the_run(head: str, finished_run: Path, tmp_
     assert model.classes == tuple(str(k) for k in range(10))
 
 
-@pytest.mark.parametrize("head", ["fused", "0", "1", "2", "3"])  # mean is the graph of fused
+@pytest.mark.parametrize("head", HEADS)
 def test_torch_export_and_onnx_agree_for_every_head(head: str, finished_run: Path, tmp_path: Path) -> None:
     net, config = load_run(finished_run, "cpu")
     weights = head_weights(head, finished_run, net.exits)

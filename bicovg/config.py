@@ -104,7 +104,7 @@ class TrainConfig:
     )
     clip_norm: float | None = _field(None, "gradient norm bound, or none", above=0)
     clip_scope: str = _field("unit", "the clip covers each unit, or global (summed only)", choices=("unit", "global"))
-    overlap: bool = _field(True, "GPU: a unit's backward pass beside the next unit's forward pass, on two streams")
+    overlap: bool = _field(True, "GPU: units side by side on several streams: faster, more memory")
     precision: str = _field("float32", "float32 or bfloat16 (autocast)")
     engine: str = _field("auto", "auto, graph, compiled or eager")
     device: str = _field("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))

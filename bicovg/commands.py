@@ -21,6 +21,7 @@ from bicovg.launching import MOVABLE, begin_run
 from bicovg.report.command import finish_run
 from bicovg.runlog import expand_runs, read_config, read_summary, write_json
 from bicovg.stopping import RunLock, Stopper, StopRequested
+from bicovg.summary import keep_fusions
 from bicovg.trainer import Trainer
 
 
@@ -105,9 +106,13 @@ def evaluate(args: argparse.Namespace) -> int:
         return evaluate_early_exit(open_run(args))
     with join_team(TrainConfig(device=args.device)) as team:
         trainer = open_run(args, team)
-        summary = trainer.summarise()
+        summary = keep_fusions(trainer.run, trainer.summarise())
         wide_console().print(summary_table(summary))
-        store_summary(trainer, summary)
+        done, epochs = trainer.progress.epoch, trainer.config.train.epochs
+        if done < epochs:
+            print(f"after {done} of {epochs} epochs: summary.json is written when the run is finished")
+        else:
+            store_summary(trainer, summary)
     return 0
 
 
@@ -222,11 +227,20 @@ def predict(args: argparse.Namespace) -> int:
 
 
 def group_runs(paths: list[str]) -> list[list[Path]]:
-    """Runs that differ in nothing but their seed belong together; groups in order of first appearance."""
-    groups: dict[Config, list[Path]] = {}
+    """Finished runs that differ in nothing but their seed belong together; groups in order of first appearance."""
+    groups: dict[Config, dict[int, Path]] = {}
     for path in expand_runs(paths):
-        groups.setdefault(replace(read_config(path), seed=0), []).append(path)
-    return list(groups.values())
+        config, done = read_config(path), read_summary(path).get("epochs")
+        if done is not None and done != config.train.epochs:
+            raise UserError(
+                f"{path} stopped after {done} of {config.train.epochs} epochs: finish it with "
+                f"`bicovg train --resume {path}`"
+            )
+        group = groups.setdefault(replace(config, seed=0), {})
+        if config.seed in group:
+            raise UserError(f"{group[config.seed]} and {path} are runs of the same seed: give one of them")
+        group[config.seed] = path
+    return [list(group.values()) for group in groups.values()]
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -270,8 +284,10 @@ def comparison_table(groups: list[list[Path]]) -> Table:
         column = {}
         for row, block in enumerate(summaries[0]["exit_blocks"]):
             column[f"block {block}"] = spread([s["test"]["exits"]["top1"][row] for s in summaries])
-        for row, (label, _) in enumerate(combined_rows(summaries[0])):
-            column[label] = spread([combined_rows(s)[row][1]["top1"] for s in summaries])
+        rows = [{label: pair["top1"] for label, pair in combined_rows(summary)} for summary in summaries]
+        for label in rows[0]:
+            if all(label in row for row in rows):  # a fusion fitted for some seeds alone has no mean over seeds
+                column[label] = spread([row[label] for row in rows])
         columns.append(column)
     for label in sorted({label for column in columns for label in column}, key=_label_order):
         table.add_row(label, *[column.get(label, "-") for column in columns])

@@ -1,10 +1,13 @@
 """What a run's evaluations report: the curve of every exit after an epoch, every rule's accuracy at the end."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bicovg.errors import UserError
 from bicovg.evaluation import exit_accuracies, report_exits, report_fusion
 from bicovg.fusion import mean_logits, top_k_accuracy
 from bicovg.networks import count_parameters
+from bicovg.runlog import read_summary
 
 if TYPE_CHECKING:
     from bicovg.trainer import Trainer
@@ -47,3 +50,15 @@ def make_summary(trainer: "Trainer") -> dict[str, Any]:
         "engine": trainer.engine.name,
         "wall_seconds": trainer.progress.seconds,
     }
+
+
+def keep_fusions(run: Path, summary: dict[str, Any]) -> dict[str, Any]:
+    """The summary with what ``bicovg fuse`` has added to the one in the run folder, where that has the same exits."""
+    try:
+        before = read_summary(run)
+    except UserError:
+        return summary
+    if before["test"]["exits"] != summary["test"]["exits"]:
+        return summary
+    added = {name: record for name, record in before["fusion"].items() if not summary["fusion"].get(name)}
+    return summary | {"fusion": summary["fusion"] | added}

@@ -31,7 +31,7 @@ from bicovg.runlog import RunLog, describe_environment, new_run_folder, write_js
 from bicovg.saving import Saver
 from bicovg.state import Progress, Snapshot, load_state, read_progress, read_weights
 from bicovg.stopping import RunLock, Stopper, StopRequested
-from bicovg.summary import make_summary, measure_curve
+from bicovg.summary import keep_fusions, make_summary, measure_curve
 
 
 @dataclass
@@ -155,7 +155,7 @@ class Trainer:
                     self._train_epoch(display)
                     self._close_epoch(display)
             self.save(wait=True)
-            summary = self.summarise()
+            summary = keep_fusions(self.run, self.summarise())
             if self.team.leads:
                 write_json(self.run / "summary.json", summary)
             return summary

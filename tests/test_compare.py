@@ -103,3 +103,28 @@ def test_a_folder_of_seeds_stands_for_its_runs(tmp_path: Path, capsys: pytest.Ca
     listed = compare([str(run) for folder in folders for run in sorted(folder.iterdir())], capsys)
     assert pooled == listed
     assert "n = 3" in pooled
+
+
+def test_a_fusion_that_only_some_seeds_have_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [write_run(tmp_path, "digits", seed, [90.0, 95.0], 96.0) for seed in range(2)]
+    for seed, name in ((0, "augmented"), (1, "train_temperatures")):
+        path = Path(runs[seed]) / "summary.json"
+        summary = json.loads(path.read_text())
+        summary["fusion"][name] = summary["fusion"]["train"] | {"top1": 50.0}
+        path.write_text(json.dumps(summary))
+    for order in (runs, runs[::-1]):
+        out = compare(order, capsys)
+        assert "fused (fitted on train)" in out
+        assert "augmented" not in out
+        assert "temperatures" not in out
+        assert "50.0" not in out
+
+
+def test_one_seed_twice_and_an_unfinished_run_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path, "digits", 0, [90.0, 95.0], 96.0)
+    assert main(["compare", run, run]) == 2
+    assert "same seed" in capsys.readouterr().err
+    path = Path(run) / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"epochs": 3}))
+    assert main(["compare", run]) == 2
+    assert "stopped after 3 of 30 epochs" in capsys.readouterr().err

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from archives import labelled, write_classes, write_parquet
 
-from bicovg.config import DataConfig
+from bicovg.config import AugmentConfig, Config, DataConfig, TrainConfig
 from bicovg.data.sources import open_source
-from bicovg.data.splits import Splits, load_splits
+from bicovg.data.splits import Splits, load_splits, make_loaders
 from bicovg.data.store import pack
 from bicovg.data.store_holdout import stratified_holdout
 from bicovg.errors import UserError
@@ -88,3 +89,24 @@ def test_a_config_that_does_not_fit_the_store_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         load_splits(replace(config, **change))
+
+
+@pytest.mark.parametrize("normalise", ["train", "imagenet"])
+def test_only_training_batches_are_augmented_and_all_are_normalised_as_told(normalise: str, config: DataConfig) -> None:
+    data = replace(
+        config, holdout=0.2, normalise=normalise, augment=AugmentConfig(crop_pad=4, flip=True, grayscale=1.0)
+    )
+    splits = load_splits(data)
+    loaders = make_loaders(splits, Config(data=data, train=TrainConfig(batch_size=24)), torch.device("cpu"))
+    if normalise == "imagenet":
+        mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    else:  # the store's statistics are those of all ninety training images
+        whole = load_splits(config).train.gather(np.arange(90)) / 255
+        mean, std = whole.mean(axis=(0, 1, 2)), whole.std(axis=(0, 1, 2))
+    for name, source in (("plain", splits.train), ("heldout", splits.heldout), ("test", splits.test)):
+        seen = torch.cat([batch.images for batch in loaders[name].batches(0)]).permute(0, 2, 3, 1).numpy()
+        wanted = (source.gather(np.arange(len(source))) / 255 - mean) / std
+        np.testing.assert_allclose(seen, wanted, atol=1e-4, err_msg=name)
+    for name in ("train", "augmented"):
+        seen = torch.cat([batch.images for batch in loaders[name].batches(0)]).permute(0, 2, 3, 1).numpy() * std + mean
+        assert np.ptp(seen, axis=3).max() < 1e-5, "every training image was made gray"

@@ -15,6 +15,7 @@ from torch import Tensor
 from bicovg.checkpoint import walk_back
 from bicovg.config import Config
 from bicovg.data.augment import normalise
+from bicovg.data.crops import resize_centre, to_planes
 from bicovg.early_exit import predict_early
 from bicovg.errors import UserError
 from bicovg.networks import LocalNetwork
@@ -27,27 +28,24 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
 
 def read_image(path: Path, config: Config) -> Float[Tensor, "c h w"]:
-    """One file as floats in [0, 1], resized and centre cropped to the network's input."""
+    """One file as floats in [0, 1], resized and cropped to the network's input as evaluation does it."""
     from PIL import Image
 
-    from bicovg.data.decode import decode_image, fit_pixels
+    from bicovg.data.decode import decode_image
 
     size, resize = config.data.image_size, config.data.resize
     try:
-        pixels = decode_image(path.read_bytes(), short_side=resize or None)
+        pixels = decode_image(path.read_bytes(), size=None if resize else size, short_side=resize or None)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     if isinstance(pixels, str):
         raise UserError(f"cannot use {path}: {pixels}")
-    if resize:
-        top, left = (pixels.shape[0] - size) // 2, (pixels.shape[1] - size) // 2
-        pixels = pixels[top : top + size, left : left + size]
-    pixels = fit_pixels(pixels, size=size)
-    if isinstance(pixels, str):
-        raise UserError(f"cannot use {path}: {pixels}")
     if config.data.image_channels == 1:
         pixels = np.asarray(Image.fromarray(pixels).convert("L"))[..., None]
-    return torch.from_numpy(np.array(pixels)).permute(2, 0, 1).float() / 255
+    images = torch.from_numpy(np.array(pixels))[None]
+    if resize:
+        return resize_centre(images, resize, size, torch.tensor([pixels.shape[:2]]))[0]
+    return to_planes(images)[0]
 
 
 def head_weights(head: str, run: Path, exits: list[int]) -> list[float]:

@@ -11,10 +11,14 @@ from PIL import Image
 
 import bicovg.data.splits
 from bicovg.cli import main
+from bicovg.config import Config, override
+from bicovg.data.decode import decode_image
 from bicovg.data.digits import load_digits
+from bicovg.data.loader import VariableImages
+from bicovg.data.splits import Splits, make_loaders
 from bicovg.errors import UserError
 from bicovg.fusion import mean_logits
-from bicovg.predict import predict_files
+from bicovg.predict import predict_files, read_image
 from bicovg.runlog import read_config
 from bicovg.trainer import Trainer
 
@@ -92,6 +96,32 @@ def test_pictures_of_other_sizes_and_colours_are_fitted_to_the_network(finished_
     one, two = predict_files(finished_run, [str(tmp_path)], device="cpu")  # a folder gives all its images
     assert [Path(p.image).name for p in (one, two)] == ["large.bmp", "plain.png"]
     assert one.classes[0][0] == two.classes[0][0]
+
+
+class OnePicture:
+    """A store's split of one image, packed with the short side the config resizes to."""
+
+    def __init__(self, path: Path, short_side: int) -> None:
+        self.pixels = decode_image(path.read_bytes(), short_side=short_side)
+
+    def image(self, i: int) -> np.ndarray:
+        assert isinstance(self.pixels, np.ndarray), self.pixels
+        return self.pixels
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (16, 21), (16, 22), (16, 23), (16, 24), (24, 16), (33, 50), (61, 33)])
+@pytest.mark.parametrize("size", [12, 13])  # margins of every remainder by 4
+def test_a_file_is_prepared_as_evaluation_prepares_its_packed_copy(
+    shape: tuple[int, int], size: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "picture.png"
+    Image.fromarray(np.random.default_rng(size).integers(0, 256, (*shape, 3), dtype=np.uint8)).save(path)
+    changes = {"data.image_size": size, "data.resize": 16, "data.image_channels": 3, "data.augment.resized_crop": size}
+    config = override(Config(), {**changes, "train.batch_size": 1})
+    packed = VariableImages(OnePicture(path, 16), [0])
+    splits = Splits(packed, None, packed, ["a"], (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    (batch,) = make_loaders(splits, config, torch.device("cpu"))["test"].batches(0)
+    assert torch.equal(read_image(path, config), batch.images[0])
 
 
 def test_the_command_prints_the_best_classes_of_every_image(

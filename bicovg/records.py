@@ -8,9 +8,11 @@ belong to a machine are left out.
 
 import argparse
 import json
+import os
 import re
 import shutil
 import statistics
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +62,16 @@ def run(args: argparse.Namespace) -> int:
 
 def write_record(runs: list[Path], out: Path, replace: bool = False) -> Record:
     """Build, check and write a record folder, whole or not at all."""
-    if out.exists() and not replace:
-        raise UserError(f"--out {out} exists: choose another name, or take its place with --replace")
+    out = Path(os.path.abspath(out))
+    check_place(out, runs, replace)
     configs = [read_config(path) for path in runs]
     record = build_record(out.name, runs, configs)
-    draft = out.with_name(f".{out.name}.tmp")
+    scratch = None
     try:
-        shutil.rmtree(draft, ignore_errors=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        # a folder of a name of its own: nothing that was there before is touched but the record to replace
+        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        draft = scratch / "new"
         for path, config in zip(runs, configs, strict=True):
             folder = draft / f"s{config.seed}"
             folder.mkdir(parents=True)
@@ -77,14 +82,39 @@ def write_record(runs: list[Path], out: Path, replace: bool = False) -> Record:
                 (folder / "early_exit.json").write_text(json.dumps(curve) + "\n")
         write_json(draft / "record.json", record)
         read_record(draft)
-        if out.exists():
-            shutil.rmtree(out)
-        draft.rename(out)
+        swap_folders(draft, out, scratch / "old")
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror or error}; choose a writable folder") from None
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
     return record
+
+
+def check_place(out: Path, runs: list[Path], replace: bool) -> None:
+    """Refuse a place whose writing would destroy anything but a record that is to be replaced."""
+    for path in runs:
+        one, other = out.resolve(), path.resolve()
+        if one.is_relative_to(other) or other.is_relative_to(one):
+            raise UserError(f"--out {out} is, holds or lies in the run {path}: give a folder of its own")
+    if not os.path.lexists(out):
+        return
+    if not replace:
+        raise UserError(f"--out {out} exists: choose another name, or take its place with --replace")
+    if not (out / "record.json").is_file():
+        raise UserError(f"--out {out} has no record.json, and --replace removes records alone: choose another name")
+
+
+def swap_folders(draft: Path, out: Path, old: Path) -> None:
+    """Put ``draft`` at ``out``; what was there goes to ``old``, and comes back if that fails."""
+    if os.path.lexists(out):
+        out.rename(old)
+    try:
+        draft.rename(out)
+    except OSError:
+        if os.path.lexists(old):
+            old.rename(out)
+        raise
 
 
 def build_record(name: str, runs: list[Path], configs: list[Config]) -> Record:

@@ -190,6 +190,64 @@ def test_an_existing_record_is_replaced_only_on_request(make_run: Maker, tmp_pat
     assert sorted(path.name for path in out.iterdir()) == ["record.json", "s1"]
 
 
+def tree_of(folder: Path) -> dict[str, bytes | None]:
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+def test_replace_removes_nothing_but_a_record(make_run: Maker, tmp_path: Path) -> None:
+    run, precious = make_run(), tmp_path / "precious"
+    (precious / "thesis").mkdir(parents=True)
+    (precious / "thesis" / "text").write_text("years")
+    (tmp_path / "file").write_text("")
+    before = tree_of(tmp_path)
+    for out in (precious, tmp_path / "file"):
+        with pytest.raises(UserError, match=r"no record\.json"):
+            write_record([run], out, replace=True)
+    assert tree_of(tmp_path) == before
+
+
+def test_a_record_is_not_written_over_or_into_or_around_its_run(
+    make_run: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run()
+    (run / "record.json").write_text("{}")  # even where it looks like a record
+    (run.parent / "record.json").write_text("{}")
+    (tmp_path / "link").symlink_to(run)
+    monkeypatch.chdir(run)
+    before = tree_of(tmp_path)
+    outs = [run, run / "inside", run.parent, tmp_path, tmp_path / "link", Path(), Path(".."), Path("/")]
+    for out in outs:
+        with pytest.raises(UserError, match="a folder of its own"):
+            write_record([Path()], out, replace=True)
+    assert tree_of(tmp_path) == before
+
+
+def test_a_failed_replacement_leaves_the_old_record(
+    make_run: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, rename = tmp_path / "record", Path.rename
+    write_record([make_run(0)], out)
+    runs, before = [make_run(1)], tree_of(out)
+
+    def fail(path: Path, target: Path) -> Path:
+        if path.name == "new":
+            raise OSError(28, "No space left on device")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(UserError, match="No space left"):
+        write_record(runs, out, replace=True)
+    assert tree_of(out) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["record", "runs"]
+
+
+def test_a_folder_with_a_drafts_name_is_left_alone(make_run: Maker, tmp_path: Path) -> None:
+    (tmp_path / ".record.tmp").mkdir()
+    (tmp_path / ".record.tmp" / "text").write_text("years")
+    write_record([make_run()], tmp_path / "record")
+    assert (tmp_path / ".record.tmp" / "text").read_text() == "years"
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -19,18 +19,19 @@ from bicovg.config import Config, from_json, to_json
 from bicovg.durable import append_line, read_regular, replace_file, sync_folder
 from bicovg.errors import StorageError, UserError
 
+RESULTS = ("summary.json", "analysis.json", "early_exit.json", "report.html")
 MAX_TEXT = 1 << 28
 
 
 def new_run_folder(config: Config, out: str | None) -> Path:
-    """Create ``out``, or ``runs/<recipe>-s<seed>-<time>``, and write config.json into it."""
+    """Create ``out``, or ``runs/<recipe>-s<seed>-<time>``, and write config.json into it. It may exist, but empty."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     path = Path(out) if out else Path("runs") / f"{config.recipe}-s{config.seed}-{stamp}"
     if out is None and path.exists():
         path = path.with_name(f"{path.name}-{os.getpid()}")
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
-        path.mkdir(parents=True)
+        path.mkdir(parents=True, exist_ok=path.is_dir() and not any(path.iterdir()))
         for folder in missing:
             sync_folder(folder.parent)
         replace_file(path / "config.json", to_json(config).encode())
@@ -39,6 +40,12 @@ def new_run_folder(config: Config, out: str | None) -> Path:
     except OSError as error:
         raise StorageError(f"cannot create {path}: {error.strerror}; choose a writable folder with --out") from None
     return path
+
+
+def drop_results(run: Path) -> None:
+    """Remove what was made of the weights so far: training is about to change them."""
+    for name in RESULTS:
+        (run / name).unlink(missing_ok=True)
 
 
 def read_config(run: Path) -> Config:

@@ -27,7 +27,7 @@ from bicovg.preparation import check_config as check_config
 from bicovg.preparation import pick_device as pick_device
 from bicovg.preparation import set_up_process
 from bicovg.profiling import peak_memory, reset_peak_memory
-from bicovg.runlog import RunLog, describe_environment, new_run_folder, write_json
+from bicovg.runlog import RunLog, describe_environment, drop_results, new_run_folder, write_json
 from bicovg.saving import Saver
 from bicovg.state import Progress, Snapshot, load_state, read_progress, read_weights
 from bicovg.stopping import RunLock, Stopper, StopRequested
@@ -144,6 +144,8 @@ class Trainer:
         write_json(self.run / "env.json", describe_environment(self.device.type, torch.get_num_threads()) | grid)
         data = {"classes": self.splits.classes, "mean": self.splits.mean, "std": self.splits.std}
         write_json(self.run / "data.json", data)
+        if self.progress.epoch < self.config.train.epochs:
+            drop_results(self.run)
 
     def train(self, stopper: Stopper | None = None) -> dict[str, Any]:
         """Run to the end and return the summary; raises StopRequested, all saved, if ``stopper`` asked to stop."""
@@ -227,6 +229,8 @@ class Trainer:
             "peak_memory_bytes": peak_memory(self.device),
         }
         losses = self._all_losses()
+        if not losses[1].all():
+            raise NonFiniteError(f"every step of epoch {progress.epoch + 1} was skipped")
         metrics: dict[str, Any] = {
             "epoch": progress.epoch,
             "step": progress.step,

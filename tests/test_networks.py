@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from reference.network import block as reference_block
 
 from bicovg import FeatureAlignment, local_network, vgg8, vgg16, vgg16_classic
+from bicovg.draws import keep_mask, make_keys
 from bicovg.networks import count_parameters, dry_run
 
 
@@ -151,3 +153,30 @@ def test_predictions_do_not_depend_on_the_rest_of_the_batch():
     net = tiny().eval()
     images = torch.randn(6, 3, 8, 8)
     assert torch.allclose(net(images)[:, :3], net(images[:3]), atol=1e-5)
+
+
+def test_a_strict_network_in_training_equals_the_textbook_block_by_block():
+    """Odd map, pool, dropout, batch norm, FAL: every unit's output and logits against loops over pixels."""
+    torch.manual_seed(0)
+    scales = ((2, 4), (1, 2), (1, 2))
+    net = local_network(
+        3, (8, 16, 8), (0,), scales, dropout=0.3, reduction=4, groups=(1, 1, 1), alignment=True, hidden=6
+    ).double()
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, 0.1, 0.5)
+    x, keys = torch.randn(3, 3, 7, 5, dtype=torch.float64), torch.tensor([4, -9, 1 << 40])
+    for unit, block in zip(net.units, blocks_of(net), strict=True):
+        parts = {
+            "conv": block.conv.weight, "gamma": block.norm.weight, "beta": block.norm.bias,
+            "mixing": block.goodness.weight, "readout": block.readout.weight, "bias": block.readout.bias,
+        }  # fmt: skip
+        if block.alignment is not None:
+            parts |= {"w1": block.alignment.w1.weight, "w2": block.alignment.w2.weight}
+        side = [n // 2 if block.pool else n for n in x.shape[2:]]
+        keep = keep_mask(make_keys(keys, block.index), block.conv.out_channels * side[0] * side[1], 0.3)
+        parts = {name: value.detach() for name, value in parts.items()}
+        wanted, wanted_logits = reference_block(x, parts, block.pool, keep, 0.3, scales[block.index])
+        x, (logits,) = unit.train()(x, keys)
+        assert torch.allclose(x, wanted, atol=1e-10)
+        assert torch.allclose(logits, wanted_logits, atol=1e-10)
+    assert sum(block.alignment is not None for block in blocks_of(net)) == 2

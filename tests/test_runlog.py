@@ -71,6 +71,11 @@ def test_a_run_folder_is_new_and_complete_from_the_start(tmp_path):
         new_run_folder(Config(), str(run))
 
 
+def test_an_empty_folder_that_a_crash_left_behind_is_taken(tmp_path):
+    (tmp_path / "run").mkdir()
+    assert read_config(new_run_folder(Config(seed=3), str(tmp_path / "run"))) == Config(seed=3)
+
+
 def test_a_file_where_the_run_folder_should_be_is_a_storage_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="choose a writable folder"):

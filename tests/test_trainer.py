@@ -13,6 +13,7 @@ import torch
 from bicovg.cli import main
 from bicovg.config import Config, from_json, override
 from bicovg.data.splits import load_splits
+from bicovg.errors import NonFiniteError
 from bicovg.recipes import get_recipe
 from bicovg.runlog import read_lines
 from bicovg.trainer import Trainer
@@ -220,3 +221,32 @@ def test_held_out_images_are_stratified_and_the_same_for_every_training_seed() -
     counts = torch.bincount(one.heldout.labels, minlength=10)
     assert counts.max() - counts.min() <= 1
     assert len(one.heldout) + len(one.train) == len(load_splits(config.data).train)
+
+
+def test_results_of_earlier_weights_go_when_training_goes_on_and_stay_when_it_is_over(tmp_path: Path) -> None:
+    run, made = tmp_path / "run", ("summary.json", "early_exit.json", "analysis.json", "report.html")
+    flags = words({**TINY, "data.holdout": 0.1})
+    assert main(["train", "digits", *flags, "--out", str(run), "--max-seconds", "1e-9"]) == 0
+    assert main(["eval", str(run)]) == 0
+    assert not (run / "summary.json").exists()
+    assert main(["eval", str(run), "--early-exit"]) == 0
+    for name in made:
+        (run / name).touch()
+    assert main(["train", "--resume", str(run)]) == 0
+    assert {name for name in made if (run / name).exists()} == {"summary.json", "analysis.json", "report.html"}
+    assert main(["fuse", str(run), "--on", "augmented"]) == 0
+    assert main(["fuse", str(run), "--on", "heldout", "--temperatures"]) == 0
+    fused = results(run)["fusion"]
+    assert len(fused["heldout_temperatures"]["temperatures"]) == 2
+    assert fused["heldout_temperatures"]["weights"] != fused["heldout"]["weights"]
+    for again in (["train", "--resume", str(run)], ["eval", str(run)]):
+        assert main(again) == 0
+        assert results(run)["fusion"] == fused
+
+
+def test_an_epoch_of_skipped_steps_alone_ends_the_run(tmp_path: Path) -> None:
+    trainer = Trainer.start(tiny(train__nonfinite="skip"), str(tmp_path / "run"))
+    with torch.no_grad():
+        next(trainer.net.parameters()).fill_(torch.nan)
+    with pytest.raises(NonFiniteError, match="every step of epoch 1 was skipped"):
+        trainer.train()

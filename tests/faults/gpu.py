@@ -23,7 +23,7 @@ from bicovg.preparation import build_on
 from bicovg.recipes import get_recipe
 from bicovg.saving import Saver
 from bicovg.state import Progress, Snapshot
-from bicovg.stopping import Stopper, StopRequested
+from bicovg.stopping import TIME_UP, Stopper, StopRequested
 from bicovg.trainer import Trainer
 from bicovg.updates import FusedUpdates
 
@@ -122,10 +122,9 @@ class StopAt(Stopper):
         super().__init__()
         self.step = step
 
-    def check(self):
+    def wish(self):
         self.step -= 1
-        if self.step == 0:
-            raise StopRequested
+        return TIME_UP if self.step <= 0 else 0
 
 
 def resumed(folder, small):
@@ -137,6 +136,7 @@ def resumed(folder, small):
     part = Trainer.start(config, f"{folder}/part")
     try:
         part.train(StopAt(len(part.loaders["train"]) + 3))
+        raise AssertionError("the run did not stop")
     except StopRequested:
         Trainer.resume(part.run, config).train()
     ends = [find_checkpoint(Path(folder) / name)[0] for name in ("whole", "part")]

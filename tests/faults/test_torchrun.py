@@ -29,7 +29,7 @@ HANG = 60.0
 FORK = multiprocessing.get_context("fork")
 FRONT_DOOR = [
     *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"),
-    *("-m", "bicovg"),
+    *("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "-m", "bicovg"),
 ]
 
 
@@ -174,3 +174,25 @@ def test_one_of_two_processes_killed_is_restarted_and_ends_bit_equal(uninterrupt
             if "failed (exitcode: -9)" in launch.output:
                 assert re.search(rf"local_rank: {rank} ", launch.output), launch.output[-2000:]
             assert_same_state(run, reference)
+
+
+@pytest.mark.parametrize("to_torchrun", [True, False], ids=["torchrun", "worker"])
+def test_a_batch_schedulers_signal_saves_and_the_same_command_goes_on(to_torchrun, scratch):
+    """As the job script of docs/distributed.md: SIGUSR1 to torchrun stops all; to a worker, torchrun starts anew."""
+    run, folder = scratch / "run", scratch / "launch"
+    words = [*TINY, "--train.epochs", "60", "--out", str(run)]
+    launch = Launch(words, folder, real=True)
+    workers = launch.workers()
+    while launch.code() is None and not (run / "metrics.jsonl").exists():
+        time.sleep(0.01)
+    os.kill(launch.process.pid if to_torchrun else workers[1], signal.SIGUSR1)
+    code = launch.wait()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers.values()), "a worker was left behind"
+    assert "stopped by SIGUSR1" in launch.output, launch.output[-2000:]
+    assert f"go on with: bicovg train --resume {run}" in launch.output
+    assert (code != 0) == to_torchrun
+    assert (run / "summary.json").exists() == (not to_torchrun)
+    if to_torchrun:
+        again = Launch(words, folder, real=True)
+        assert again.wait() == 0, again.output[-2000:]
+        assert len((run / "metrics.jsonl").read_text().splitlines()) == 60

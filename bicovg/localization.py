@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from bicovg.backbones import unit_sizes
 from bicovg.blocks import Block, Unit
@@ -128,8 +129,10 @@ def localize(
     Raises:
         ValueError: where the network cannot be cut, with the stage and the reason.
     """
+    check_network(network)
     drafts, dropped = split_stages(copy.deepcopy(network))
     check_sharing(drafts)
+    check_numbers(num_classes, alignment, len(drafts))
     sizes = unit_sizes(len(drafts), scope, group_size, groups)
     ends = {sum(sizes[: i + 1]) - 1 for i in range(len(sizes))}
     shapes = list(trace_shapes(drafts, image_shape))
@@ -147,24 +150,44 @@ def localize(
     return LocalizedNetwork(units, reports, dropped)
 
 
-def split_stages(network: nn.Module) -> tuple[list[Draft], str]:
-    """Stages in order, and the names of the layers behind the last that were left out."""
+def check_network(network: nn.Module) -> None:
+    """Refuse a network whose layers are not computed one after the other, or have no weights yet."""
+    kind, repair = type(network).__name__, "give nn.Sequential(stem, stage1, stage2, ...)"
     if not isinstance(network, nn.Sequential):
-        raise ValueError(
-            f"{type(network).__name__} is not an nn.Sequential, so its order of stages is unknown: "
-            "give nn.Sequential(stem, stage1, stage2, ...)"
-        )
+        raise ValueError(f"{kind} is not an nn.Sequential, so its order of stages is unknown: {repair}")
+    if type(network).forward is not nn.Sequential.forward or "forward" in vars(network):
+        raise ValueError(f"{kind} has a forward of its own, so its order of stages is unknown: {repair}")
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        if is_lazy(parameter):
+            layer = network.get_submodule(name.rpartition(".")[0])
+            raise ValueError(
+                f"layer {name.rpartition('.')[0]} ({type(layer).__name__}) has no weights yet: "
+                "pass a batch of images through the network first"
+            )
+
+
+def check_numbers(num_classes: int, alignment: Sequence[int], stages: int) -> None:
+    if type(num_classes) is not int or num_classes < 2:
+        raise ValueError(f"num_classes {num_classes} is out of range: it must be a whole number of at least 2")
+    unknown = [index for index in alignment if index not in range(stages)]
+    if unknown:
+        raise ValueError(f"alignment names the stage {unknown[0]}: there are the stages 0 to {stages - 1}")
+
+
+def split_stages(network: nn.Sequential) -> tuple[list[Draft], str]:
+    """Stages in order, and the names of the layers behind the last that were left out."""
     drafts: list[Draft] = []
     leading: list[nn.Module] = []
     dropped: list[str] = []
-    for name, layer in network.named_children():
+    for name, layer in network._modules.items():  # named_children would leave out a layer's second use
+        assert layer is not None
         kind = type(layer).__name__
         if _has(layer, CONVOLUTIONS):
             if dropped:
                 raise ValueError(f"stage {name} ({kind}) follows {dropped[-1]}: only the network's end may hold a head")
             drafts.append(Draft(name, [*leading, layer]))
             leading = []
-        elif isinstance(layer, HEADS) and (dropped or isinstance(layer, nn.Flatten | nn.Linear)):
+        elif isinstance(layer, nn.Flatten | nn.Linear) or (dropped and (isinstance(layer, HEADS) or _activates(layer))):
             dropped.append(f"{kind} ({name})")
         elif isinstance(layer, NORMS + ACTIVATIONS) and not (drafts and drafts[-1].tail):
             (drafts[-1].body if drafts else leading).append(layer)
@@ -173,7 +196,13 @@ def split_stages(network: nn.Module) -> tuple[list[Draft], str]:
         elif drafts and isinstance(layer, DROPOUTS):
             drafts[-1].dropout = max(drafts[-1].dropout, layer.p)
         elif isinstance(layer, POOLS):
-            (drafts[-1].tail if drafts else leading).append(layer)
+            (leading if leading or not drafts else drafts[-1].tail).append(layer)
+        elif _activates(layer):
+            known = ", ".join(known.__name__ for known in ACTIVATIONS)
+            raise ValueError(
+                f"layer {name} ({kind}) is no activation that goodness is made for, the energy of features behind a "
+                f"ReLU or a relative of it: use one of {known}"
+            )
         else:
             raise ValueError(
                 f"layer {name} ({kind}) is no convolutional stage, norm, activation or pool: it cannot be cut"
@@ -189,15 +218,20 @@ def _has(layer: nn.Module, kinds: tuple[type, ...]) -> bool:
     return any(isinstance(module, kinds) for module in layer.modules())
 
 
+def _activates(layer: nn.Module) -> bool:
+    return type(layer).__module__ == nn.ReLU.__module__
+
+
 def check_sharing(drafts: Sequence[Draft]) -> None:
-    """A weight in two stages would carry one stage's loss into the other."""
-    owners: dict[int, str] = {}
+    """A weight in two stages would carry one stage's loss into the other, a running mean its features."""
+    owners: dict[int, Draft] = {}
     for draft in drafts:
-        for layer in (*draft.body, *draft.tail):
-            for parameter in layer.parameters():
-                owner = owners.setdefault(id(parameter), draft.name)
-                if owner != draft.name:
-                    raise ValueError(f"stages {owner} and {draft.name} share a weight: give each its own")
+        layers = nn.ModuleList([*draft.body, *draft.tail])
+        for what, found in (("a weight", layers.parameters()), ("running statistics", layers.buffers())):
+            for tensor in found:
+                owner = owners.setdefault(id(tensor), draft)
+                if owner is not draft:
+                    raise ValueError(f"stages {owner.name} and {draft.name} share {what}: give each its own")
 
 
 def trace_shapes(
@@ -213,8 +247,8 @@ def trace_shapes(
             with torch.no_grad():
                 f = body(x)
                 x = tail(f)
-        except (RuntimeError, TypeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
+        except Exception as error:  # the layers are not ours
+            reason = str(error).partition("\n")[0] or type(error).__name__
             raise ValueError(
                 f"stage {draft.name} does not accept a {'x'.join(map(str, inputs))} input: {reason}"
             ) from None

@@ -2,6 +2,7 @@
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -185,7 +186,42 @@ def shared() -> nn.Sequential:
     return nn.Sequential(layer, nn.ReLU(), wrapped)
 
 
+def used_twice() -> nn.Sequential:
+    layer = nn.Conv2d(8, 8, 3, padding=1)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), layer, layer)
+
+
+def one_norm() -> nn.Sequential:
+    norm = nn.BatchNorm2d(8, affine=False)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.Conv2d(8, 8, 3), norm)
+
+
+class Skipping(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return self[1](self[0](x)) + self[0](x)
+
+
+class Careless(Pair):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.conv(x) * x.shape[9]
+
+
 REFUSED = {
+    "a layer used twice": (used_twice, "stages 1 and 2 share a weight"),
+    "a norm used twice": (one_norm, "stages 0 and 2 share running statistics"),
+    "a forward of its own": (
+        lambda: Skipping(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1)),
+        "Skipping has a forward of its own",
+    ),
+    "no weights yet": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sequential(nn.LazyConv2d(8, 3))),
+        r"layer 1\.0 \(LazyConv2d\) has no weights yet",
+    ),
+    "a bounded activation": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh()),
+        r"layer 1 \(Tanh\) is no activation that goodness is made for.*use one of ReLU, ",
+    ),
+    "an error of the stage's own": (lambda: nn.Sequential(Careless()), "stage 0 does not accept a 3x16x16 input"),
     "no sequence": (lambda: Residual(3, 8), "Residual is not an nn.Sequential"),
     "no convolution": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(3, 3)), "no convolution"),
     "a transformer": (
@@ -215,6 +251,45 @@ def test_what_cannot_be_cut_is_refused_with_its_reason(case: str) -> None:
     scope = "loose" if case == "unknown scope" else "strict"
     with pytest.raises(ValueError, match=reason):
         localize(build(), 5, scope=scope, image_shape=(3, 16, 16))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"alignment": (9,)}, "alignment names the stage 9: there are the stages 0 to 2"),
+        ({"alignment": (1, -1)}, "alignment names the stage -1"),
+        ({"num_classes": 0}, "num_classes 0 is out of range"),
+        ({"num_classes": -3}, "num_classes -3 is out of range"),
+    ],
+)
+def test_an_argument_without_a_meaning_is_refused(arguments: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        localize(plain_vgg(), **{"num_classes": 5, "image_shape": (3, 16, 16), **arguments})
+
+
+def test_a_layer_without_weights_may_be_used_again_and_again() -> None:
+    relu, pool = nn.ReLU(), nn.MaxPool2d(2)
+    convolutions = [nn.Conv2d(before, after, 3, padding=1) for before, after in ((3, 8), (8, 8), (8, 16))]
+    layers = [layer for convolution in convolutions for layer in (convolution, relu, pool)]
+    net = localize(nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, 5)), 5, image_shape=(3, 16, 16))
+    assert [stage.layers for stage in net.stages] == ["Conv2d, ReLU"] * 3
+    assert [stage.features for stage in net.stages] == [(8, 16, 16), (8, 8, 8), (16, 4, 4)]
+    assert net.dropped == "MaxPool2d, Flatten (9), Linear (10)"
+    train_step(net, torch.randn(4, 3, 16, 16), torch.randint(5, (4,)), "interleaved")
+
+
+def test_a_pool_behind_a_norm_stays_behind_it() -> None:
+    given = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.MaxPool2d(2), nn.GroupNorm(2, 8), nn.AvgPool2d(2), nn.Conv2d(8, 8, 3)),
+    )
+    net = localize(given, 5, image_shape=(3, 16, 16))
+    assert net.stages[1].layers == "GroupNorm, AvgPool2d, Conv2d"
+
+
+def test_any_activation_may_stand_in_the_head() -> None:
+    head = (nn.Flatten(), nn.Linear(8 * 14 * 14, 9), nn.Tanh(), nn.Linear(9, 5), nn.Sigmoid())
+    net = localize(nn.Sequential(nn.Conv2d(3, 8, 3), *head), 5, image_shape=(3, 16, 16))
+    assert net.dropped == "Flatten (1), Linear (2), Tanh (3), Linear (4), Sigmoid (5)"
 
 
 def test_the_example_learns_the_digits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,7 +39,7 @@ def test_pack_list_and_verify(capsys: pytest.CaptureFixture[str], monkeypatch: p
     write_classes(Path("photos"), ["cat", "dog"], 10)
     code, out, _ = run(capsys, "data pack pets --from photos --size 16 --test-share 0.3")
     described = "pets: train 14, test 6 images, 2 classes, 16x16, 0.0 MB\n"
-    assert (code, out) == (0, described)
+    assert (code, out.splitlines(keepends=True)[0]) == (0, described)
     assert run(capsys, "data list")[:2] == (0, described)
     assert run(capsys, "data verify pets")[:2] == (0, "pets: every byte is as packed\n")
     monkeypatch.setenv("BICOVG_DATA", "elsewhere")
@@ -48,6 +48,31 @@ def test_pack_list_and_verify(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert run(capsys, "data pack pets --from photos --root data")[0] == 2
     assert run(capsys, "data pack pets --from photos --root data --short-side 16 --force --jobs 2")[0] == 0
     assert PackedStore.open(Path("data"), "pets").kind == "variable"
+
+
+@pytest.mark.parametrize(
+    ("fit", "recipe"),
+    [
+        ("--size 16", "digits"),
+        ("--size 32", "cifar100"),
+        ("--size 64", "tiny-imagenet"),
+        ("--short-side 20", "imagenet100"),
+    ],
+)
+def test_the_command_printed_after_packing_ones_own_images_trains_on_them(
+    fit: str, recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_classes(Path("photos"), ["cat", "dog"], 10)
+    _, out, _ = run(capsys, f"data pack pets --from photos {fit}")
+    line = out.splitlines()[-1].removeprefix("train on it: bicovg ")
+    assert line.startswith(f"train {recipe}")
+    small = "--train.epochs 1 --train.device cpu"
+    if recipe != "digits":
+        small += " --model.channels 8 --model.pools [] --model.scales [[1,2]] --model.groups 1 --model.stem 4"
+    if recipe == "imagenet100":
+        small += " --data.image_size 16 --data.augment.resized_crop 16 --data.resize 20"
+    code, _, error = run(capsys, f"{line} {small} --out run")
+    assert code == 0, error
 
 
 def test_verify_and_list_report_damage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,9 +98,9 @@ def test_verify_and_list_report_damage(capsys: pytest.CaptureFixture[str]) -> No
     ("line", "message"),
     [
         ("data", "arguments are required: COMMAND"),
-        ("data wash", "invalid choice: 'wash'"),
+        ("data wash", "unknown command 'wash' .`bicovg data --help`"),
         ("data pack", "arguments are required: NAME, --from"),
-        ("data pack x --from photos --colour red", "unknown argument '--colour'"),
+        ("data pack x --from photos --colour red", "unknown field or flag --colour"),
         ("data pack x --from nowhere", "nowhere does not exist: give the path of"),
         ("data pack x --from photos --size big", "argument --size: invalid int value: 'big'"),
         ("data pack x --from photos --size 0", "size 0 must lie between 1 and 4096"),
@@ -86,6 +111,8 @@ def test_verify_and_list_report_damage(capsys: pytest.CaptureFixture[str]) -> No
         ("data pack x --from photos --test-share 1", "test share 1.0 must lie between 0 and 1"),
         ("data pack x --from photos --format tar", "unknown format 'tar'"),
         ("data pack x --from photos --classes none.txt", "cannot read none.txt as a text file"),
+        ("data pack digits --from photos", "data set name 'digits' is that of a built-in set: choose another"),
+        ("data pack synthetic --from photos", "data set name 'synthetic' is that of a built-in set: choose another"),
         ("data pack ../x --from photos", "data set name '../x' is not usable"),
         ("data pack imagenet100 --from photos", "100 of the 100 classes in .*imagenet100.txt have no folder in photos"),
         ("data verify x", "data set 'x' is not packed in data: run `bicovg data pack x --from PATH`"),

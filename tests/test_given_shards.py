@@ -1,6 +1,5 @@
-"""The public parquet copies of CIFAR-100 and Tiny-ImageNet, where they are at hand.
-
-They are looked for in ``$BICOVG_SHARDS``, by default ``../shared/data`` beside the repository.
+"""The public parquet copies of CIFAR-100 and Tiny-ImageNet, where they are at hand: in ``$BICOVG_SHARDS``, or in a
+folder ``shared/data`` beside the repository.
 """
 
 import io

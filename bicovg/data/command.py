@@ -1,6 +1,7 @@
 """``bicovg data pack | verify | list``: argparse only; everything heavy is imported when a command runs."""
 
 import argparse
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -173,7 +174,28 @@ def _run_pack(args: argparse.Namespace) -> int:
                 f"warning: {args.name} has {expected:,} {split} images, {found:,} were packed",
                 file=sys.stderr,
             )
+    if args.name not in KNOWN:
+        print(f"train on it: {train_command(store, args.root)}")
     return 0
+
+
+def train_command(store: "PackedStore", root: str | None = None) -> str:
+    """A first command for a data set of one's own: the recipe whose images are most like these, told what differs."""
+    from bicovg.recipes import get_recipe
+
+    side = min(store.size) if store.size else None
+    recipe = "imagenet100-bicovg" if side is None else "tiny-imagenet-bicovg" if side >= 48 else "cifar100-bicovg"
+    recipe = "digits" if side is not None and side < 32 else recipe
+    usual = get_recipe(recipe)
+    wanted = {
+        "data.image_size": (side or usual.data.image_size, usual.data.image_size),
+        "data.image_channels": (3, usual.data.image_channels),
+        "data.num_classes": (len(store.classes), usual.data.num_classes),
+        "train.batch_size": (min(usual.train.batch_size, store.counts["train"]), usual.train.batch_size),
+    }
+    flags = [f"--{path} {value}" for path, (value, default) in wanted.items() if value != default]
+    flags += [f"--data.root {shlex.quote(str(root))}"] if root else []
+    return " ".join([f"bicovg train {recipe} --data.name {store.name}", *flags])
 
 
 def _print_rejected(rejected: list[dict[str, str]]) -> None:

@@ -28,8 +28,8 @@ from bicovg.engine import EagerEngine, GraphEngine, make_engine
 from bicovg.goodness import BiCovG
 from bicovg.networks import LocalNetwork, count_parameters
 from bicovg.optim import make_optimizers
+from bicovg.preparation import build_on, pick_device
 from bicovg.profiling import peak_memory, reset_peak_memory, time_steps, track_saved_bytes
-from bicovg.trainer import build_on, pick_device
 
 FIRST_STEPS = 2  # library search, compilation and capture happen here
 DATA_BYTES = {"cuda": 1 << 28, "cpu": 1 << 22}  # about what the synthetic images may take

@@ -6,6 +6,7 @@ A config never enters a model class: ``bicovg.methods`` turns it into flat argum
 import dataclasses
 import difflib
 import json
+import reprlib
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -108,7 +109,7 @@ class TrainConfig:
     precision: str = _field("float32", "float32 or bfloat16 (autocast)")
     engine: str = _field("auto", "auto, graph, compiled or eager")
     device: str = _field("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
-    threads: int = _field(0, "CPU threads; 0 leaves torch's choice", low=0)
+    threads: int = _field(0, "CPU threads; 0 leaves torch's choice", low=0, high=1024)
     eval_every: int = _field(1, "epochs between evaluations of every exit; the last epoch is always evaluated", low=1)
     save_every: int = _field(1, "epochs between checkpoints; 0: none at epoch ends", low=0)
     save_seconds: float = _field(600.0, "seconds between checkpoints inside and across epochs; 0: none by time", low=0)
@@ -188,8 +189,8 @@ def parse_value(text: str, kind: Any, path: str) -> Any:
         if typing.get_origin(kind) is tuple:
             return coerce(json.loads(text if text.startswith("[") else f"[{text}]"), kind, path)
         return kind(text)
-    except (ValueError, KeyError):
-        raise UserError(f"--{path} {text!r} is not {describe(kind)}") from None
+    except (ValueError, KeyError, RecursionError):
+        raise UserError(f"--{path} {reprlib.repr(text)} is not {describe(kind)}") from None
 
 
 def describe(kind: Any) -> str:
@@ -211,7 +212,7 @@ def coerce(value: Any, kind: Any, path: str) -> Any:
         return float(value)
     if kind in (int, float, bool, str) and type(value) is kind:
         return value
-    raise UserError(f"config field {path} has the value {value!r}, which is not {describe(kind)}")
+    raise UserError(f"config field {path} has the value {reprlib.repr(value)}, which is not {describe(kind)}")
 
 
 def nearest(word: str, known: list[str]) -> str:

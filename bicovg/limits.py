@@ -1,7 +1,7 @@
 """Values that no run can use are refused by the field's name, before anything is opened or written. No torch.
 
 What each field allows stands beside its default in ``bicovg.config``; what depends on several fields or on the data
-is checked where it is known (``bicovg.trainer.check_config``, ``bicovg.data.splits``).
+is checked where it is known (``bicovg.preparation``, ``bicovg.data.splits``).
 """
 
 import math

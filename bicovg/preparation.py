@@ -4,7 +4,11 @@ import os
 
 import torch
 
-from bicovg.config import Config
+from bicovg.blocks import Block
+from bicovg.config import Config, DataConfig
+from bicovg.data.crops import MAX_PLACES
+from bicovg.data.splits import Splits
+from bicovg.distributed import Team
 from bicovg.engine import ENGINES
 from bicovg.errors import UserError
 from bicovg.limits import check_settings
@@ -18,9 +22,9 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("--train.device cuda: no CUDA device is visible; use cpu or auto")
+        raise UserError("the device cuda was asked for and no CUDA device is visible: use cpu or auto")
     if name not in ("cpu", "cuda"):
-        raise UserError(f"--train.device {name!r} is unknown: choose auto, cpu or cuda")
+        raise UserError(f"the device {name!r} is unknown: choose auto, cpu or cuda")
     return torch.device(name)
 
 
@@ -28,8 +32,12 @@ def check_config(config: Config) -> None:
     """Everything that can be known to be wrong before data is opened or a folder is made."""
     check_settings(config)
     train, data = config.train, config.data
+    check_crops(data)
     try:
         check_step(train.schedule, train.clip_norm, train.clip_scope, train.precision)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    try:
         dry_run(
             lambda: build_network(config.model, data.num_classes, data.image_channels),
             (data.image_channels, data.image_size, data.image_size),
@@ -43,6 +51,58 @@ def check_config(config: Config) -> None:
         raise UserError("--train.batch_norm_stats synced does not go with --model.checkpointing true: use one of them")
     if train.engine not in ENGINES:
         raise UserError(f"--train.engine {train.engine!r} is unknown: choose one of {', '.join(ENGINES)}")
+
+
+def check_crops(data: DataConfig) -> None:
+    """At most one crop, with no more padding than image."""
+    pad, crop = data.augment.crop_pad, data.augment.resized_crop
+    if pad and crop:
+        raise UserError(
+            f"--data.augment.crop_pad {pad} and --data.augment.resized_crop {crop} are two crops of one image: "
+            "set one of them to 0"
+        )
+    if pad > data.image_size:
+        raise UserError(
+            f"--data.augment.crop_pad {pad} is more than --data.image_size {data.image_size}: "
+            f"use at most {data.image_size}"
+        )
+
+
+def check_fit(config: Config, splits: Splits, net: LocalNetwork, team: Team) -> None:
+    """What can be known to be wrong once the data set is open: training would fail at its first batch."""
+    data, count = config.data, config.train.batch_size
+    if count > len(splits.train):
+        raise UserError(f"--train.batch_size {count} is larger than the {len(splits.train)} training images")
+    if splits.train.sizes is not None and not (data.augment.resized_crop and data.resize):
+        raise UserError(
+            f"the images of {data.name} have several sizes: give --data.augment.resized_crop {data.image_size} and "
+            f"--data.resize {data.image_size} or more, or pack them again with --size {data.image_size}"
+        )
+    if min(splits.std) <= 0:
+        other = "use --data.normalise imagenet, or " if len(splits.std) == 3 else ""
+        raise UserError(
+            f"channel {splits.std.index(min(splits.std))} of the training images of {data.name} has one value "
+            f"everywhere, so it cannot be normalised: {other}pack images that differ"
+        )
+    places = count // team.data * (data.image_size + 2 * data.augment.crop_pad) ** 2
+    if (data.augment.crop_pad or data.augment.flip) and not data.augment.resized_crop and places >= MAX_PLACES:
+        raise UserError(
+            f"--train.batch_size {count} has {places} pixels with their padding, above {MAX_PLACES - 1}: lower it, or "
+            "--data.augment.crop_pad"
+        )
+    check_norms(net, data.image_size, count if config.train.batch_norm_stats == "synced" else count // team.data)
+
+
+def check_norms(net: LocalNetwork, side: int, images: int) -> None:
+    """Batch norm has no statistics of a single value."""
+    side //= net.stem
+    for block in (module for module in net.modules() if isinstance(module, Block)):
+        if block.norm is not None and images * side * side == 1:
+            raise UserError(
+                f"block {block.index}: batch norm needs more than one value a channel and has a 1x1 map of one image: "
+                "use a larger --train.batch_size, fewer --model.pools, or --model.batch_norm false"
+            )
+        side = side // 2 if block.pool else side
 
 
 def build_on(config: Config, device: torch.device) -> LocalNetwork:

@@ -22,10 +22,7 @@ from bicovg.evaluation import collect_logits, gather_logits
 from bicovg.guard import NonFinite
 from bicovg.networks import LocalNetwork
 from bicovg.optim import make_optimizers
-from bicovg.preparation import build_on as build_on
-from bicovg.preparation import check_config as check_config
-from bicovg.preparation import pick_device as pick_device
-from bicovg.preparation import set_up_process
+from bicovg.preparation import build_on, check_config, check_fit, pick_device, set_up_process
 from bicovg.profiling import peak_memory, reset_peak_memory
 from bicovg.runlog import RunLog, describe_environment, drop_results, new_run_folder, write_json
 from bicovg.saving import Saver
@@ -57,16 +54,15 @@ class Trainer:
         check_config(config)
         device = pick_device(config.train.device)
         splits = load_splits(config.data)
-        if config.train.batch_size > len(splits.train):
-            raise UserError(
-                f"--train.batch_size {config.train.batch_size} is larger than the {len(splits.train)} training images"
-            )
         set_up_process(config)
         net = build_on(config, device)
-        run = Path(team.tell(str(new_run_folder(config, out)) if team.leads else ""))
-        trainer = cls(config, run, net, splits, device, lock=RunLock(run) if team.leads else None, team=team)
+        check_fit(config, splits, net, team)
+        trainer = cls(config, Path(), net, splits, device, team=team)
         trainer._make_ready()
+        run = Path(team.tell(str(new_run_folder(config, out)) if team.leads else ""))
+        trainer.run = trainer.log.run = trainer.saver.run = run
         if team.leads:
+            trainer.lock = RunLock(run)
             trainer._open_log(b"")
         return trainer
 
@@ -77,7 +73,9 @@ class Trainer:
         set_up_process(config)
         device = pick_device(config.train.device)
         lock = RunLock(run) if team.leads else None
-        trainer = cls(config, run, build_on(config, device), load_splits(config.data), device, lock=lock, team=team)
+        net, splits = build_on(config, device), load_splits(config.data)
+        check_fit(config, splits, net, team)
+        trainer = cls(config, run, net, splits, device, lock=lock, team=team)
         trainer._make_ready()
         if not team.leads:
             trainer._follow(team.tell(""))
@@ -85,10 +83,8 @@ class Trainer:
         path, metrics, skipped = walk_back(run, trainer._load)
         print("".join(f"{line}\n" for line in skipped), end="")
         if path is None and skipped:
-            raise UserError(
-                f"none of the {len(skipped)} checkpoints of {run} can be used: restore one, or move "
-                f"{run / 'checkpoints'} away to begin anew"
-            )
+            repair = f"restore one, or move {run / FOLDER} away to begin anew"
+            raise UserError(f"none of the {len(skipped)} checkpoints of {run} can be used: {repair}")
         team.tell(path.name if path else "")
         print(f"resuming {run} from {path.name if path else 'the beginning: it has no checkpoint yet'}")
         trainer._open_log(metrics or b"")

@@ -77,12 +77,16 @@ def test_command_line_words_become_typed_values(path: str, text: str, value: Any
         ("model.channels", "32;64", "--model.channels '32;64' is not a list such as 32,64"),
         ("model.channels", "32,6.5", "model.channels"),
         ("model.scales", "1,2", "model.scales"),
+        *[("model.scales", "[" * n + "]" * n, "--model.scales '[[[") for n in (900, 990, 100_000)],
+        ("model.scales", "[" * 100_000, "--model.scales '[[["),
+        ("model.channels", "[" + "[1]," * 100_000 + "1]", "--model.channels '[[1]"),
     ],
 )
 def test_words_of_the_wrong_type_are_refused_with_the_field(path: str, text: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_value(text, SETTINGS[path].kind, path)
     assert message in str(caught.value)
+    assert len(str(caught.value)) < 200
 
 
 def test_an_unknown_field_is_refused_with_the_nearest() -> None:
@@ -116,6 +120,7 @@ def change_json(**changes: Any) -> str:
         (change_json(model=3), "run/config.json: model must be an object, not 3"),
         (change_json(train__epochs="7"), "config field train.epochs has the value '7', which is not a whole number"),
         (change_json(train__epochs=True), "config field train.epochs has the value True"),
+        (change_json(model__scales="DEEP").replace('"DEEP"', "[" * 950 + "]" * 950), "config field model.scales has"),
         (change_json(model__channels=[1, "2"]), "config field model.channels has the value '2'"),
     ],
 )
@@ -124,6 +129,7 @@ def test_a_damaged_config_file_is_one_sentence(text: str, message: str) -> None:
         from_json(text, "run/config.json")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 200
 
 
 @pytest.mark.parametrize(
@@ -141,6 +147,7 @@ def test_a_damaged_config_file_is_one_sentence(text: str, message: str) -> None:
         ("model.scope", "strickt", "is unknown; did you mean strict?: choose strict, grouped, hgb or end-to-end"),
         ("data.image_channels", 2, "is unknown: choose 1 or 3"),
         ("train.clip_norm", 0.0, "it must be above 0"),
+        ("train.threads", 1025, "it must be at least 0 and at most 1024"),
     ],
 )
 def test_a_value_outside_its_limits_is_refused_by_its_field(path: str, value: Any, message: str) -> None:

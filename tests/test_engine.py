@@ -13,8 +13,8 @@ from bicovg.config import Config, override
 from bicovg.data.splits import load_splits, make_loaders
 from bicovg.engine import CompiledEngine, EagerEngine, GraphEngine, TrainingState, make_engine
 from bicovg.optim import make_optimizers
+from bicovg.preparation import build_on
 from bicovg.recipes import get_recipe
-from bicovg.trainer import build_on
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 

@@ -8,6 +8,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float64, Int, UInt8
 from torch import Tensor
 
+from bicovg.errors import UserError
+
+MAX_PLACES = 1 << 31  # the places of a batch's pixels are 32-bit integers
 RATIO = (3 / 4, 4 / 3)  # allowed shapes of a resized crop, width / height
 
 Bytes = UInt8[Tensor, "b h w c"]
@@ -31,9 +34,10 @@ def line(count: int, flip: Mask | None, device: torch.device) -> Int[Tensor, "#b
 def crop_padded(images: Bytes, top: Whole, left: Whole, pad: int, flip: Mask | None = None) -> Bytes:
     """Pad with zeros, crop back to H x W at (top, left) of the padded image, mirror: one gather."""
     B, H, W, C = images.shape
-    padded = F.pad(images, (0, 0, pad, pad, pad, pad)) if pad else images
     width, size = W + 2 * pad, (W + 2 * pad) * (H + 2 * pad)
-    assert B * size < 1 << 31, "the places of a batch's pixels are 32-bit integers"
+    if B * size >= MAX_PLACES:
+        raise UserError(f"{B} images of {H}x{W}, padded by {pad}, are too many pixels at once: use a smaller batch")
+    padded = F.pad(images, (0, 0, pad, pad, pad, pad)) if pad else images
     corners = torch.arange(0, B * size, size, dtype=torch.int32, device=images.device) + (top * width + left)
     rows = torch.arange(0, H * width, width, dtype=torch.int32, device=images.device)
     pixels = (corners[:, None] + rows)[:, :, None] + line(W, flip, images.device)[:, None]  # (B, H, W)

@@ -14,6 +14,7 @@ from bicovg.distributed import ALONE, Team
 from bicovg.errors import UserError
 
 EVAL_BATCH = 512
+SYNTHETIC_BYTES = 1 << 29  # of the training images, which are made from 64-bit integers
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -61,9 +62,10 @@ def check_images(splits: Splits, config: DataConfig) -> None:
                 f"{config.image_channels} and the normalisation has {len(splits.mean)}: make them agree"
             )
         if source.sizes is None and not fitted and (height, width) != (size, size):
+            other = f"use {height}, or " if height == width else ""
             raise UserError(
                 f"--data.image_size {size} disagrees with {config.name}, whose {name} images are {height}x{width}: "
-                f"use {height}, or pack them again at {size}"
+                f"{other}pack them again with --size {size}"
             )
 
 
@@ -110,6 +112,12 @@ def _digits(config: DataConfig) -> Splits:
 def _synthetic(config: DataConfig) -> Splits:
     """Noise around a fixed picture per class: any shape, for tests and benchmarks. Deterministic."""
     K, S, C = config.num_classes, config.image_size, config.image_channels
+    size = max(4 * K, 512) * S * S * C
+    if size > SYNTHETIC_BYTES:
+        raise UserError(
+            f"synthetic images of {K} classes and {S}x{S} pixels would be {size:,} bytes, above {SYNTHETIC_BYTES:,}: "
+            "use a smaller --data.num_classes or --data.image_size"
+        )
     generator = np.random.Generator(np.random.Philox(0))
     pictures = generator.integers(0, 256, (K, S, S, C))
 

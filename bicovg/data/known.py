@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+BUILT_IN = ("digits", "synthetic")  # opened by these names without a store
 IMAGENET100 = Path(__file__).with_name("imagenet100.txt")
 
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bicovg.data.known import KNOWN
+from bicovg.data.known import BUILT_IN, KNOWN
 from bicovg.errors import UserError
 
 SCHEMA = 1
@@ -39,6 +39,8 @@ def check_name(name: str) -> str:
     """A store name is one plain folder name, so that it can never point outside the root."""
     if not _NAME.fullmatch(name) or PARTIAL in name:
         raise UserError(f"data set name {name!r} is not usable: use letters, digits, '-', '_' and '.'")
+    if name in BUILT_IN:
+        raise UserError(f"data set name {name!r} is that of a built-in set: choose another")
     return name
 
 

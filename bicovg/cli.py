@@ -82,7 +82,7 @@ def add_run_parsers(commands: Any) -> None:
     for command in (evaluate, fuse):
         command.add_argument("run", metavar="RUN")
         command.add_argument("--data-root", help="folder of packed data sets")
-        command.add_argument("--device", default="auto", help="auto, cpu or cuda")
+        add_device_argument(command)
     text = "measure accuracy against compute when stopping early"
     evaluate.add_argument("--early-exit", action="store_true", help=text)
     images = ("train", "augmented", "heldout")
@@ -95,6 +95,10 @@ def add_run_parsers(commands: Any) -> None:
     checkpoint.add_argument("run", metavar="RUN")
 
 
+def add_device_argument(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute")
+
+
 def add_predict_parser(commands: Any) -> None:
     predict = commands.add_parser("predict", help="classify image files with a run", allow_abbrev=False)
     predict.add_argument("run", metavar="RUN")
@@ -105,7 +109,7 @@ def add_predict_parser(commands: Any) -> None:
     predict.add_argument(
         "--early-exit", type=float, metavar="CONFIDENCE", help="stop at the first block this sure, for example 0.9"
     )
-    predict.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    add_device_argument(predict)
 
 
 def seed_number(text: str) -> int:
@@ -195,24 +199,25 @@ def load_handler(command: str) -> Callable[..., int]:
     return handler
 
 
-def suggest_flags(parser: Parser, words: list[str]) -> None:
+def suggest_flags(parser: argparse.ArgumentParser, words: list[str], spoken: str = "bicovg") -> None:
     """Name the nearest flag or command for the first unknown one."""
     choices: dict[str, argparse.ArgumentParser] = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             choices = dict(action.choices)
-    if not words or words[0].startswith("-"):
+    if choices:
+        if words and not words[0].startswith("-"):
+            if words[0] not in choices:
+                hint = nearest(words[0], list(choices))
+                raise UserError(f"unknown command {words[0]!r}{hint} (`{spoken} --help` lists them)")
+            suggest_flags(choices[words[0]], words[1:], f"{spoken} {words[0]}")
         return
-    if words[0] not in choices:
-        raise UserError(f"unknown command {words[0]!r}{nearest(words[0], list(choices))} (`bicovg --help` lists them)")
-    if words[0] == "data":
-        return
-    flags = known_flags(choices[words[0]])
-    for word in words[1:]:
+    flags = known_flags(parser)
+    for word in words:
         flag = word.split("=")[0]
         if flag.startswith("--") and flag != "--" and flag not in flags:
             close = difflib.get_close_matches(flag, flags, n=1, cutoff=0.4)
-            hint = f"; did you mean {close[0]}?" if close else f" (`bicovg {words[0]} --help` lists them)"
+            hint = f"; did you mean {close[0]}?" if close else f" (`{spoken} --help` lists them)"
             raise UserError(f"unknown field or flag {flag}{hint}")
 
 

@@ -52,6 +52,8 @@ def head_weights(head: str, run: Path, exits: list[int]) -> list[float]:
     """Weight of every exit in one prediction: mean, fused, best (chosen on held-out images), last, or one block."""
     if head == "mean":
         return [1 / len(exits)] * len(exits)
+    if head == "fused" and len(exits) == 1:
+        raise UserError(f"{run} has a single exit: there is nothing to fuse; use --head last")
     if head == "fused":
         fitted = read_summary(run)["fusion"]
         record = fitted["heldout"] or fitted["train"]
@@ -112,6 +114,8 @@ def find_images(names: list[str]) -> list[str]:
 
 def read_calibration(run: Path, exits: list[int]) -> tuple[Float[Tensor, "e e"], list[float]]:
     """Weights and temperatures of the rule to use, from the run's early_exit.json."""
+    if len(exits) == 1:
+        raise UserError(f"{run} has a single exit: there is nothing to leave early by; leave out --early-exit")
     path = run / "early_exit.json"
     repair = f"calibrate the run with `bicovg eval {run} --early-exit`"
     if not path.exists():

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from archives import encode, picture
 
 from bicovg.cli import build_parser, load_handler, main
 from bicovg.recipes import RECIPES
@@ -40,9 +41,9 @@ BAD_TRAIN = {
     "groups that do not add up": ("digits --model.scope grouped --model.groups 1,2", ["groups (1, 2)", "add up to 4"]),
     "global clip interleaved": (
         "digits --train.clip_norm 1 --train.clip_scope global",
-        ["global clip", "cannot be interleaved", "summed"],
+        ["bicovg: a global clip", "cannot be interleaved", "summed"],
     ),
-    "float16": ("digits --train.precision float16", ["float16", "256", "bfloat16"]),
+    "float16": ("digits --train.precision float16", ["bicovg: precision float16", "256", "bfloat16"]),
     "missing data set": ("cifar100-bicovg --data.root nowhere", ["'cifar100'", "bicovg data pack cifar100 --from"]),
     "K below the labels": ("digits --data.num_classes 7", ["--data.num_classes 7", "10 classes", "use 10"]),
     "K above the labels": ("digits --data.num_classes 11", ["--data.num_classes 11", "10 classes"]),
@@ -73,11 +74,33 @@ BAD_TRAIN = {
     "resume with another rate": ("--resume nowhere --optim.lr 1", ["--optim.lr cannot change on --resume"]),
     "a second recipe": ("digits digits-bp", ["'digits-bp'"]),
     "flag without its value": ("digits --out", ["--out"]),
+    "two crops at once": (
+        "digits --data.augment.crop_pad 2 --data.augment.resized_crop 8",
+        ["--data.augment.crop_pad 2 and --data.augment.resized_crop 8", "set one of them to 0"],
+    ),
+    "padding beyond the image": (
+        "digits --data.augment.crop_pad 100000",
+        ["--data.augment.crop_pad 100000", "--data.image_size 8", "at most 8"],
+    ),
+    "batch norm over one value": (
+        "digits --model.channels 16,16,16,16 --model.pools 0,1,2 --model.scales [[1],[1],[1],[1]] --train.batch_size 1",
+        ["block 3", "1x1 map", "--train.batch_size", "--model.batch_norm false"],
+    ),
+    "more threads than any machine has": ("digits --train.threads 100000", ["--train.threads 100000", "at most 1024"]),
+    "brackets without end": (f"digits --model.scales {'[' * 100_000}", ["--model.scales '[[[", "is not a list"]),
+    "synthetic images beyond memory": (
+        "digits --data.name synthetic --data.num_classes 100000 --data.image_size 224 --model.width 0.25",
+        ["100000 classes", "--data.num_classes", "--data.image_size"],
+    ),
 }
 BAD_COMMANDS = {
     "unknown command": ("trian", ["'trian'", "did you mean train?"]),
     "eval of nothing": ("eval nowhere", ["nowhere is not a run folder"]),
     "fuse of nothing": ("fuse nowhere", ["nowhere is not a run folder"]),
+    "eval on an unknown device": ("eval nowhere --device foo", ["--device", "'foo'", "cpu", "cuda"]),
+    "predict on an unknown device": ("predict nowhere image.png --device foo", ["--device", "'foo'", "cpu", "cuda"]),
+    "unknown flag of data pack": ("data pack x --from y --formt z", ["--formt", "did you mean --format?"]),
+    "unknown command of data": ("data pakc x", ["'pakc'", "did you mean pack?"]),
     "fuse on unknown images": ("fuse nowhere --on test", ["'test'", "heldout"]),
     "predict with nothing": ("predict nowhere image.png", ["nowhere is not a run folder"]),
     "predict nothing": ("predict nowhere", ["IMAGE"]),
@@ -93,6 +116,8 @@ def assert_refused(words: list[str], needles: list[str], capsys: pytest.CaptureF
     assert sentence.startswith("bicovg: ")
     for needle in needles:
         assert needle in sentence, sentence
+    assert "--train." not in sentence or any("--train." in word for word in (*words, *needles))
+    assert len(sentence) < 500
     assert shown.out == ""
 
 
@@ -149,6 +174,12 @@ def test_fuse_of_what_cannot_be_fused_is_refused(
     assert main(["train", "digits-bp", *small, "--out", str(run)]) == 0
     capsys.readouterr()
     assert_refused(["fuse", str(run)], ["single exit"], capsys)
+    (tmp_path / "gray.png").write_bytes(encode(picture(0, 8)))
+    ask = ["predict", str(run), str(tmp_path / "gray.png")]
+    assert_refused([*ask, "--head", "fused"], ["single exit", "use --head last"], capsys)
+    assert_refused([*ask, "--early-exit", "0.9"], ["single exit", "leave out --early-exit"], capsys)
+    assert main([*ask, "--head", "last"]) == 0
+    capsys.readouterr()
     strict = tmp_path / "strict"
     assert main(["train", "digits", *small, "--out", str(strict)]) == 0
     capsys.readouterr()

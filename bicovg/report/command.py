@@ -17,7 +17,7 @@ def add_parsers(commands: Any) -> None:
     report.add_argument("--tables", action="store_true", help="make the tables of README and docs anew from records/")
     report.add_argument("--tensorboard", metavar="DIR", help="write event files for TensorBoard, and no page")
     report.add_argument("--data-root", help="folder of packed data sets")
-    report.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    report.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute")
     watch = _add(commands, "watch", "show a run while it goes on, in the browser and on the terminal")
     watch.add_argument("run", metavar="RUN")
     watch.add_argument("--port", type=int, help="port on 127.0.0.1 (default 8765, or any free one)")

@@ -133,6 +133,27 @@ def test_a_class_list_chooses_folders_and_their_order(tmp_path: Path) -> None:
     assert source.options["classes"] == ["n3", "n1"]
 
 
+def test_a_class_list_names_folders_with_spaces(tmp_path: Path) -> None:
+    folders = ["golden retriever", "golden", "n1", "blue\u00a0tit", "old cat"]
+    write_classes(tmp_path / "own", folders, 5)
+    chosen = tmp_path / "list.txt"
+    chosen.write_text(
+        "golden retriever\nold cat\tof the house\nn1 tench, a fish\ngolden  eagle\nblue\u00a0tit\n", encoding="utf-8"
+    )
+    source = open_source(tmp_path / "own", class_list=chosen)
+    assert source.options["classes"] == ["golden retriever", "old cat", "n1", "golden", "blue\u00a0tit"]
+    assert source.classes == (
+        "golden retriever",
+        "old cat\tof the house",
+        "n1\ttench, a fish",
+        "golden\teagle",
+        "blue\u00a0tit",
+    )
+    chosen.write_text("golden retriever\nblack dog\tmissing\n")
+    with pytest.raises(UserError, match=r"1 of the 2 classes .* have no folder in .* .first: black dog."):
+        open_source(tmp_path / "own", class_list=chosen)
+
+
 def test_the_shipped_imagenet100_list_has_a_hundred_different_synsets() -> None:
     classes = read_class_list(IMAGENET100)
     assert len(classes) == 100

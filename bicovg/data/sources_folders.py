@@ -94,7 +94,7 @@ def _choose_classes(folder: Path, class_list: Path | None) -> tuple[list[str], t
     present = list_folders(folder)
     if class_list is None:
         return present, tuple(present), {}
-    chosen = read_class_list(class_list)
+    chosen = read_class_list(class_list, set(present))
     missing = [name for name in chosen if name not in set(present)]
     if missing:
         raise UserError(

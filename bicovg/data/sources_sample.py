@@ -1,7 +1,6 @@
 """What every reader hands to the packer: samples, class names, and how many samples each split has."""
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -83,9 +82,22 @@ def read_lines(path: Path) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def read_class_list(path: Path) -> dict[str, str]:
-    """Folder name -> class name, in label order, from lines ``FOLDER [description]``."""
-    pairs = [re.split(r"\s+", line, maxsplit=1) for line in read_lines(path)]
+def _split_class(line: str, folders: Collection[str]) -> list[str]:
+    """Folder and description; a folder with spaces is known by being there, or by the tab behind it."""
+    by_tab, by_space = [part.strip() for part in line.split("\t", 1)], line.split(maxsplit=1)
+    for parts in ([line], by_tab, by_space):
+        if parts[0] in folders:
+            return parts
+    return by_tab if len(by_tab) == 2 else by_space
+
+
+def read_class_list(path: Path, folders: Collection[str] = ()) -> dict[str, str]:
+    """Folder name -> class name, in label order, from lines ``FOLDER [description]``.
+
+    Args:
+        folders: those that are there; a line that is the name of one, spaces and all, has no description.
+    """
+    pairs = [_split_class(line, folders) for line in read_lines(path)]
     classes = {pair[0]: "\t".join(pair) for pair in pairs}
     if not classes:
         raise UserError(f"class list {path} is empty: write one class folder name a line")

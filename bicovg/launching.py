@@ -33,6 +33,8 @@ def begin_run(config: Config, out: str | None, team: Team) -> Trainer:
     if restarts and out is None:
         raise UserError("torchrun --max-restarts needs --out DIR, so that a restarted run finds its folder")
     begun = team.leads and restarts and find_begun(config, Path(out or ""))
+    if team.leads and out is not None and not begun:
+        refuse_taken(Path(out))  # before data is opened and a network built for nothing
     if out is not None and team.tell("begun" if begun else "new") == "begun":
         return Trainer.resume(Path(out), config, team)
     return Trainer.start(config, out, team)
@@ -49,3 +51,9 @@ def find_begun(config: Config, run: Path) -> bool:
     if override(found, {path: settings[path] for path in MOVABLE}) != config:
         raise UserError(f"--out {run} holds a run with other settings: choose another folder")
     return True
+
+
+def refuse_taken(run: Path) -> None:
+    """A new run needs a folder that is not there, or is empty."""
+    if os.path.lexists(run) and not (run.is_dir() and not any(run.iterdir())):
+        raise UserError(f"--out {run} exists: choose another folder, or continue it with --resume {run}")

@@ -1,6 +1,7 @@
 """Step time of one recipe under several engines, each in a fresh process, with the largest kernels of each.
 
 python benchmarks/engines.py --recipe cifar100-bicovg --modes graph,graph-eager --profile
+python benchmarks/engines.py --recipe cifar100-bicovg --modes graph:2,graph:4,graph:4:updates     streams; fused updates
 """
 
 import argparse
@@ -19,14 +20,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 def measure(recipe: str, mode: str, steps: int, batch: int, profile: bool, overrides: dict) -> dict:
     import torch
 
+    import bicovg.engine
     from bicovg.config import override
     from bicovg.data.splits import load_splits, make_loaders
     from bicovg.engine import CompiledEngine, EagerEngine, GraphEngine
     from bicovg.optim import make_optimizers
+    from bicovg.profiling import peak_memory
     from bicovg.recipes import get_recipe
     from bicovg.trainer import build_on
 
     torch.backends.cudnn.benchmark = True
+    mode, *options = mode.split(":")
+    bicovg.engine.FUSED_UPDATES = "updates" in options
+    for streams in (int(option) for option in options if option.isdigit()):
+        bicovg.engine.LANES = streams
+        overrides = {**overrides, "train.overlap": streams > 1}
     config = get_recipe(recipe)
     config = override(config, {"data.name": "synthetic", "train.precision": "bfloat16", **overrides})
     if batch:
@@ -66,11 +74,11 @@ def measure(recipe: str, mode: str, steps: int, batch: int, profile: bool, overr
     median = statistics.median(times)
     result = {
         "recipe": recipe,
-        "mode": mode,
+        "mode": ":".join([mode, *options]),
         "ms": median,
         "p10_p90": [times[len(times) // 10], times[9 * len(times) // 10]],
         "images_per_second": config.train.batch_size / median * 1e3,
-        "peak_allocated": torch.cuda.max_memory_allocated(),
+        "peak_bytes": peak_memory(device) - loaders["train"].resident_images.nbytes,
         "peak_reserved": torch.cuda.max_memory_reserved(),
         "warmup_s": warm,
     }
@@ -114,8 +122,8 @@ def main() -> None:
             continue
         row = json.loads(lines[0][7:])
         print(
-            f"{row['recipe']:22} {mode:12} {row['ms']:8.3f} ms {row['images_per_second']:9.0f} img/s"
-            f"  peak {row['peak_allocated'] / 1e9:.2f} GB reserved {row['peak_reserved'] / 1e9:.2f}"
+            f"{row['recipe']:22} {mode:16} {row['ms']:8.3f} ms {row['images_per_second']:9.0f} img/s"
+            f"  peak {row['peak_bytes'] / 1e9:.2f} GB without data, reserved {row['peak_reserved'] / 1e9:.2f}"
             f"  warm-up {row['warmup_s']:.0f} s",
             flush=True,
         )

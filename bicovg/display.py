@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -36,7 +37,7 @@ class Display:
 
     def __enter__(self) -> "Display":
         if self.console.is_terminal:
-            self.live = Live(Group(self.title, self.bar), console=self.console, refresh_per_second=4)
+            self.live = Live(Group(Text(self.title), self.bar), console=self.console, refresh_per_second=4)
             self.live.start()
         else:
             print(self.title, flush=True)
@@ -59,7 +60,7 @@ class Display:
         if self.live is not None:
             # the table comes last: where the terminal is too short, its end is cut and not the status
             status = Text(self.status(metrics, timing, eta))
-            self.live.update(Group(self.title, status, self.bar, self.table(metrics)), refresh=True)
+            self.live.update(Group(Text(self.title), status, self.bar, self.table(metrics)), refresh=True)
         else:
             print(self.line(metrics, timing, eta), flush=True)
 
@@ -96,7 +97,8 @@ class Display:
 def summary_table(summary: dict[str, Any]) -> Table:
     """The end of a run: every exit, then every way to combine them, by name."""
     test, weights = summary["test"], (summary["fusion"]["train"] or {}).get("weights")
-    table = Table(title=f"{summary['recipe']}, seed {summary['seed']}, scope {summary['scope']}: test accuracy, %")
+    title = f"{summary['recipe']}, seed {summary['seed']}, scope {summary['scope']}: test accuracy, %"
+    table = Table(title=escape(title))
     for column in ("prediction", "top-1", "top-5", "fusion weight"):
         table.add_column(column, justify="left" if column == "prediction" else "right")
     for row, block in enumerate(summary["exit_blocks"]):
@@ -106,7 +108,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         )
     table.add_section()
     for label, record in combined_rows(summary):
-        table.add_row(label, f"{record['top1']:.2f}", f"{record['top5']:.2f}")
+        table.add_row(escape(label), f"{record['top1']:.2f}", f"{record['top5']:.2f}")
     return table
 
 
@@ -114,7 +116,7 @@ def combined_rows(summary: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """(label, accuracies) of every single-number prediction a summary holds."""
     test, fusion = summary["test"], summary["fusion"]
     rows = [("last block", test["last"]), ("best block (test-chosen)", test["best_test_chosen"])]
-    if test["best_heldout_chosen"]:
+    if test.get("best_heldout_chosen"):
         rows.append(("best block (held-out-chosen)", test["best_heldout_chosen"]))
     if len(summary["exit_blocks"]) > 1:
         rows.append(("mean of blocks", test["mean"]))

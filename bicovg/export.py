@@ -163,7 +163,7 @@ def load(path: str | Path) -> Predictor:
         predictor.net.load_state_dict(load_file(folder / "model.safetensors"), assign=True)
     except UserError:
         raise
-    except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, SafetensorError) as error:
         reason = str(error).splitlines()[-1].strip() if str(error) else type(error).__name__
         raise UserError(f"{folder} cannot be loaded ({reason}): {repair}") from None
     return predictor.requires_grad_(False)

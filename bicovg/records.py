@@ -20,7 +20,17 @@ from bicovg.config import Config, override, to_json, walk_settings
 from bicovg.errors import UserError
 from bicovg.recipes import RECIPES, get_recipe
 from bicovg.records_check import check_record
-from bicovg.runlog import expand_runs, read_config, read_json, read_lines, read_summary, write_json
+from bicovg.runlog import (
+    expand_runs,
+    read_config,
+    read_early_exit,
+    read_environment,
+    read_json,
+    read_metrics,
+    read_summary,
+    read_timing,
+    write_json,
+)
 
 FOLDER = Path("records")
 MACHINE_SETTINGS = ("data.root", "data.prefetch", "train.device", "train.threads")
@@ -77,8 +87,8 @@ def write_record(runs: list[Path], out: Path, replace: bool = False) -> Record:
             folder.mkdir(parents=True)
             (folder / "config.json").write_text(to_json(portable(config)))
             shutil.copyfile(path / "metrics.jsonl", folder / "metrics.jsonl")
-            if (path / "early_exit.json").exists():  # made by `bicovg eval --early-exit`
-                curve = json.loads((path / "early_exit.json").read_text())
+            curve = read_early_exit(path, len(record["exit_blocks"]))
+            if curve is not None:
                 (folder / "early_exit.json").write_text(json.dumps(curve) + "\n")
         write_json(draft / "record.json", record)
         read_record(draft)
@@ -150,11 +160,10 @@ def describe_run(path: Path, config: Config, summary: dict[str, Any]) -> dict[st
             f"{path}/summary.json is of seed {summary.get('seed')} after {summary.get('epochs')} epochs, its config of "
             f"seed {config.seed} and {config.train.epochs} epochs: finish the run with train --resume {path}"
         )
-    test, fusion = summary["test"], summary.get("fusion") or {}
-    timing, machine = read_lines(path, "timing.jsonl"), path / "env.json"
-    environment = read_json(machine, RESTORE) if machine.exists() else {}
-    speeds = [line["images_per_second"] for line in timing if line.get("images_per_second")]
-    peaks = [line["peak_memory_bytes"] for line in timing if line.get("peak_memory_bytes")]
+    test, environment, timing = summary["test"], read_environment(path), read_timing(path)
+    check_curve(path, config.train.epochs, test["exits"]["top1"], f"resume the run with `bicovg train --resume {path}`")
+    speeds = [line["images_per_second"] for line in timing if line["images_per_second"]]
+    peaks = [line["peak_memory_bytes"] for line in timing if line["peak_memory_bytes"]]
     diagnostics = test.get("diagnostics") or {}
     return {
         "seed": config.seed,
@@ -163,7 +172,7 @@ def describe_run(path: Path, config: Config, summary: dict[str, Any]) -> dict[st
         "best_test_chosen": test["best_test_chosen"],
         "best_heldout_chosen": test.get("best_heldout_chosen"),
         "mean": test["mean"],
-        "fusion": {**dict.fromkeys(FITTED_ON), **fusion},
+        "fusion": {**dict.fromkeys(FITTED_ON), **summary["fusion"]},
         "DA": diagnostics.get("DA"),
         "TR": diagnostics.get("TR"),
         "wall_seconds": summary.get("wall_seconds"),
@@ -239,12 +248,17 @@ def check_copies(folder: Path, record: Record, entry: dict[str, Any]) -> None:
         if path not in values or values[path] != noted:
             found = values.get(path, "nothing")
             raise UserError(f"{folder}/config.json has {path} {found!r}, its record {noted!r}: make the record anew")
-    lines = read_lines(folder, "metrics.jsonl")
-    if not lines or lines[-1]["epoch"] + 1 != record["epochs"]:
-        raise UserError(f"{folder}/metrics.jsonl does not end with epoch {record['epochs'] - 1}: make the record anew")
+    check_curve(folder, record["epochs"], entry["exits"]["top1"], "make the record anew")
+
+
+def check_curve(folder: Path, epochs: int, top1: list[float], repair: str) -> None:
+    """The metrics end with the last epoch and, where that was on test, with its accuracies."""
+    lines = read_metrics(folder, len(top1))
+    if not lines or lines[-1]["epoch"] + 1 != epochs:
+        raise UserError(f"{folder}/metrics.jsonl does not end with epoch {epochs - 1}: {repair}")
     curve = lines[-1].get("top1") if lines[-1].get("split") == "test" else None
-    if curve and max(abs(a - b) for a, b in zip(curve, entry["exits"]["top1"], strict=True)) > 0.5:
-        raise UserError(f"{folder}/metrics.jsonl ends with other accuracies than its record: make the record anew")
+    if curve and max(abs(a - b) for a, b in zip(curve, top1, strict=True)) > 0.5:
+        raise UserError(f"{folder}/metrics.jsonl ends with other accuracies than {epochs} epochs gave: {repair}")
 
 
 def load_records(root: Path | str = FOLDER) -> dict[str, Record]:

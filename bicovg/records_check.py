@@ -6,6 +6,22 @@ from typing import Any
 
 from bicovg.diagnostics import decline_area, effective_layers, tail_retention
 from bicovg.errors import UserError
+from bicovg.run_schema import (
+    SEED,
+    SIZE,
+    blocks,
+    boolean,
+    check_file,
+    fields,
+    fused,
+    listed,
+    maybe,
+    named,
+    number,
+    tested,
+    text,
+    whole,
+)
 
 RECORD_FIELDS = {
     "name", "recipe", "about", "scope", "group_size", "alignment", "data", "holdout", "epochs", "recipe_epochs",
@@ -17,6 +33,25 @@ RUN_FIELDS = {
     "command", "typed",
 }  # fmt: skip
 CLOSE = 1e-6
+REPAIR = "make the record anew with `bicovg record`"
+RECORD = fields(
+    {
+        **dict.fromkeys(("name", "recipe", "about", "scope", "data", "schedule", "precision", "clip_scope"), text),
+        **dict.fromkeys(("epochs", "batch_size", "group_size"), whole(1)),
+        **dict.fromkeys(("recipe_epochs", "parameters"), maybe(whole())),
+        "alignment": boolean,
+        "holdout": number(0, 1),
+        "clip_norm": maybe(SIZE),
+        "seeds": listed(SEED),
+        "exit_blocks": blocks,
+    }
+)
+RUN = {
+    "seed": SEED,
+    **dict.fromkeys(("DA", "TR"), maybe(number())),
+    **dict.fromkeys(("wall_seconds", "images_per_second", "peak_memory_bytes"), maybe(SIZE)),
+    **dict.fromkeys(("engine", "device", "gpu", "torch", "cuda", "python", "commit", "command", "typed"), maybe(text)),
+}
 
 
 class _Checker:
@@ -27,7 +62,7 @@ class _Checker:
 
     def need(self, fine: bool, what: str) -> None:
         if not fine:
-            raise UserError(f"{self.path}: {what}; make the record anew with `bicovg record`")
+            raise UserError(f"{self.path}: {what}; {REPAIR}")
 
     def fields(self, tree: Any, names: set[str], where: str) -> None:
         self.need(isinstance(tree, dict), f"{where} is not an object")
@@ -35,15 +70,7 @@ class _Checker:
         self.need(not missing, f"{where} lacks the fields {', '.join(missing)}")
         self.need(not extra, f"{where} has the unknown fields {', '.join(extra)}")
 
-    def percent(self, value: Any, where: str) -> None:
-        fine = isinstance(value, int | float) and math.isfinite(value) and 0 <= value <= 100
-        self.need(fine, f"{where} is {value!r}, not a percentage")
-
-    def accuracies(self, tree: Any, where: str) -> None:
-        """Top-1 and top-5, the first not above the second."""
-        self.need(isinstance(tree, dict) and {"top1", "top5"} <= tree.keys(), f"{where} lacks top1 or top5")
-        for key in ("top1", "top5"):
-            self.percent(tree[key], f"{where}.{key}")
+    def ordered(self, tree: dict[str, float], where: str) -> None:
         self.need(tree["top1"] <= tree["top5"], f"{where} has a top-1 of {tree['top1']} above its top-5 {tree['top5']}")
 
     def equal(self, value: Any, expected: float, where: str) -> None:
@@ -56,41 +83,35 @@ def check_record(path: Path, record: Any) -> None:
     check = _Checker(path)
     check.fields(record, RECORD_FIELDS, "the record")
     check.need(bool(record["runs"]) and isinstance(record["runs"], list), "it has no runs")
-    for number, entry in enumerate(record["runs"]):
-        check.fields(entry, RUN_FIELDS, f"run {number}")
-        check_run(check, entry, f"seed {entry['seed']}", len(record["exit_blocks"]))
+    check_file(path, record, RECORD, REPAIR)
+    exits = len(record["exit_blocks"])
+    for place, entry in enumerate(record["runs"]):
+        check.fields(entry, RUN_FIELDS, f"run {place}")
+        for kind in (fields(RUN), tested(exits), fields({"fusion": named(fused(exits))})):
+            check_file(path, entry, kind, REPAIR)
+        check_run(check, entry, f"seed {entry['seed']}")
     seeds = [entry["seed"] for entry in record["runs"]]
     check.need(seeds == record["seeds"] and len(set(seeds)) == len(seeds), f"its seeds {record['seeds']} are not those")
 
 
-def check_run(check: _Checker, entry: dict[str, Any], where: str, exits: int) -> None:
-    """One seed's numbers."""
+def check_run(check: _Checker, entry: dict[str, Any], where: str) -> None:
+    """One seed's numbers, each of its type already."""
     top1, top5 = entry["exits"]["top1"], entry["exits"]["top5"]
-    check.need(len(top1) == len(top5) == exits, f"{where} has {len(top1)} and {len(top5)} exits, not {exits}")
     for index, pair in enumerate(zip(top1, top5, strict=True)):
-        check.accuracies(dict(zip(("top1", "top5"), pair, strict=True)), f"{where}, exit {index}")
+        check.ordered(dict(zip(("top1", "top5"), pair, strict=True)), f"{where}, exit {index}")
     for name in ("last", "best_test_chosen", "mean"):
-        check.accuracies(entry[name], f"{where}, {name}")
+        check.ordered(entry[name], f"{where}, {name}")
     check.equal(entry["last"]["top1"], top1[-1], f"{where}, last.top1")
     check.equal(entry["best_test_chosen"]["exit"], top1.index(max(top1)), f"{where}, best_test_chosen.exit")
     check.equal(entry["best_test_chosen"]["top1"], max(top1), f"{where}, best_test_chosen.top1")
     chosen = entry["best_heldout_chosen"]
     if chosen is not None:
-        check.accuracies(chosen, f"{where}, best_heldout_chosen")
+        check.ordered(chosen, f"{where}, best_heldout_chosen")
         check.equal(chosen["top1"], top1[chosen["exit"]], f"{where}, best_heldout_chosen.top1")
     for name, expected in (("DA", decline_area(top1)), ("TR", tail_retention(top1))):
         if entry[name] is not None:
             check.equal(entry[name], expected, f"{where}, {name}")
-    for name, fused in entry["fusion"].items():
-        if fused is not None:
-            check_fusion(check, fused, f"{where}, fusion on {name}", exits)
-
-
-def check_fusion(check: _Checker, fused: dict[str, Any], where: str, exits: int) -> None:
-    """Accuracies, and weights that are weights."""
-    check.accuracies(fused, where)
-    weights: Any = fused.get("weights")
-    check.need(isinstance(weights, list) and len(weights) == exits, f"{where} has not one weight per exit")
-    total = math.fsum(weights)
-    check.need(abs(total - 1) < 1e-4, f"{where} has weights that add up to {total}, not to 1")
-    check.equal(fused.get("N_eff"), effective_layers(weights), f"{where}, N_eff")
+    for name, fitted in entry["fusion"].items():
+        if fitted is not None:
+            check.ordered(fitted, f"{where}, fusion on {name}")
+            check.equal(fitted["N_eff"], effective_layers(fitted["weights"]), f"{where}, fusion on {name}, N_eff")

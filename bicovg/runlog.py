@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from bicovg import run_schema
 from bicovg.config import Config, from_json, to_json
 from bicovg.durable import append_line, read_regular, replace_file, sync_folder
 from bicovg.errors import StorageError, UserError
@@ -52,7 +53,11 @@ def read_config(run: Path) -> Config:
     path = run / "config.json"
     if not os.path.lexists(path):
         raise UserError(f"{run} is not a run folder: it has no config.json")
-    return from_json(_read_text(path), str(path))
+    text = _read_text(path)
+    config = from_json(text, str(path))
+    if not _is_writable(text):
+        raise UserError(f"{path} holds half a character: restore it or start a new run")
+    return config
 
 
 def expand_runs(paths: Iterable[str]) -> list[Path]:
@@ -73,13 +78,25 @@ def _read_text(path: Path) -> str:
         raise UserError(f"{path} is not text: restore it") from None
 
 
+def _is_writable(text: str) -> bool:
+    """Whether the texts in valid JSON can be written again: an escaped half of a surrogate pair cannot."""
+    if "\\ud" not in text.lower():
+        return True
+    try:
+        json.dumps(json.loads(text), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def read_json(path: Path, repair: str) -> dict[str, Any]:
     """A JSON object, or a UserError with the repair."""
+    text = _read_text(path)
     try:
-        value = json.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise error if isinstance(error, UserError) else UserError(f"{path} is not valid JSON: {repair}") from None
-    if not isinstance(value, dict):
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise UserError(f"{path} is not valid JSON: {repair}") from None
+    if not isinstance(value, dict) or not _is_writable(text):
         raise UserError(f"{path} holds no JSON object: {repair}")
     return value
 
@@ -91,14 +108,7 @@ def read_summary(run: Path) -> dict[str, Any]:
         raise UserError(f"{run} has no summary.json: the run is unfinished; continue it with train --resume {run}")
     repair = f"make it anew with `bicovg eval {run}`"
     summary = read_json(path, repair)
-    try:
-        rows = len(summary["exit_blocks"])
-        whole = rows == len(summary["test"]["exits"]["top1"]) and {"train", "heldout"} <= set(summary["fusion"])
-        whole = whole and {"recipe", "seed", "scope"} <= set(summary) and {"last", "mean"} <= set(summary["test"])
-    except (KeyError, TypeError):
-        whole = False
-    if not whole:
-        raise UserError(f"{path} is incomplete: {repair}")
+    run_schema.check_file(path, summary, run_schema.summary, repair)
     return summary
 
 
@@ -107,15 +117,31 @@ def read_data(run: Path, config: Config) -> tuple[list[str], list[float], list[f
     path = run / "data.json"
     repair = f"resume the run once with `bicovg train --resume {run}`, which writes it anew"
     data = read_json(path, repair)
-    try:
-        classes = [str(name) for name in data["classes"]]
-        mean, std = [float(x) for x in data["mean"]], [float(x) for x in data["std"]]
-    except (KeyError, TypeError, ValueError):
-        classes, mean, std = [], [], []
-    wanted = (config.data.num_classes, config.data.image_channels, config.data.image_channels)
-    if (len(classes), len(mean), len(std)) != wanted or not min(std) > 0:
-        raise UserError(f"{path} does not fit config.json: {repair}")
-    return classes, mean, std
+    check = run_schema.data(config.data.num_classes, config.data.image_channels)
+    run_schema.check_file(path, data, check, repair)
+    return data["classes"], [float(x) for x in data["mean"]], [float(x) for x in data["std"]]
+
+
+def read_early_exit(run: Path, exits: int | None = None) -> dict[str, Any] | None:
+    """What ``bicovg eval --early-exit`` has measured, None where it has not; ``exits`` is their number, where known."""
+    path, repair = run / "early_exit.json", f"make it anew with `bicovg eval {run} --early-exit`"
+    if not os.path.lexists(path):
+        return None
+    found = read_json(path, repair)
+    run_schema.check_file(path, found, run_schema.early_exit, repair)
+    if exits not in (None, len(found["exit_blocks"])):
+        raise UserError(f"{path} is of {len(found['exit_blocks'])} exits, the run has {exits}: {repair}")
+    return found
+
+
+def read_environment(run: Path) -> dict[str, Any]:
+    """Versions, device and command of a run; empty where it has no env.json."""
+    path, repair = run / "env.json", "restore it, or remove it"
+    if not os.path.lexists(path):
+        return {}
+    found = read_json(path, repair)
+    run_schema.check_file(path, found, run_schema.ENVIRONMENT, repair)
+    return found
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -210,18 +236,33 @@ def _parse_lines(path: Path) -> list[dict[str, Any] | None]:
     records: list[dict[str, Any] | None] = []
     for line in _read_text(path).split("\n")[:-1] if path.exists() else ():
         try:
-            record = json.loads(line)
+            record = json.loads(line) if _is_writable(line) else None
         except (ValueError, RecursionError):
             record = None
         records.append(record if isinstance(record, dict) else None)
     return records
 
 
-def read_lines(run: Path, name: str) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl, timing.jsonl or events.jsonl."""
-    records = []
+def read_lines(run: Path, name: str, check: run_schema.Check | None = None) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl, timing.jsonl or events.jsonl, each passed to ``check``."""
+    records, repair = [], "remove that line, or resume the run"
     for number, record in enumerate(_parse_lines(run / name), start=1):
         if record is None:
-            raise UserError(f"line {number} of {run / name} is not a JSON object: remove it, or resume the run")
+            raise UserError(f"line {number} of {run / name} is not a JSON object: {repair}")
+        if check is not None:
+            run_schema.check_file(run / f"{name} line {number}", record, check, repair)
         records.append(record)
     return records
+
+
+def read_metrics(run: Path, exits: int | None = None) -> list[dict[str, Any]]:
+    """The epochs of metrics.jsonl; without the number of exits, all must have as many as the first."""
+    if exits is None:
+        first = next(iter(read_lines(run, "metrics.jsonl")), {}).get("loss")
+        exits = len(first) if isinstance(first, list) else 0
+    return read_lines(run, "metrics.jsonl", run_schema.metrics(exits))
+
+
+def read_timing(run: Path) -> list[dict[str, Any]]:
+    """The epochs of timing.jsonl."""
+    return read_lines(run, "timing.jsonl", run_schema.TIMING)

@@ -44,7 +44,7 @@ class EventWriter:
 def scalars(line: dict[str, Any], exits: list[int]) -> Iterator[tuple[str, float]]:
     """One epoch's record as named numbers: ``top1/block 3``, ``lr``, ``images_per_second``."""
     for name, value in line.items():
-        if isinstance(value, list):
+        if isinstance(value, list) and len(value) == len(exits) and all(isinstance(v, int | float) for v in value):
             yield from ((f"{name}/block {block}", float(v)) for block, v in zip(exits, value, strict=True))
         elif name not in ("epoch", "step") and isinstance(value, int | float):
             yield name, float(value)

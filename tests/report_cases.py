@@ -44,7 +44,7 @@ def make_run(
 def accuracy(block: int, share: float, seed: int, lift: float) -> float:
     """A smooth curve that grows with time and depth, never above 100."""
     noise = random.Random(f"{block}-{share:.4f}-{seed}").uniform(-0.4, 0.4)
-    return min(100.0, 78 - 40 * math.exp(-0.5 * block) + lift - 45 * math.exp(-6 * share) + noise)
+    return min(max(78 - 40 * math.exp(-0.5 * block) + lift - 45 * math.exp(-6 * share) + noise, 0.0), 100.0)
 
 
 def append_epoch(path: Path, epoch: int, epochs: int, exits: list[int], seed: int = 0, lift: float = 0.0) -> None:

@@ -43,6 +43,11 @@ def make_summary(config: Config) -> dict[str, Any]:
     }
 
 
+def last_epoch(top1: list[float]) -> dict[str, Any]:
+    accuracies = {"split": "test", "top1": top1, "top5": TOP5, "mean_top1": 50.0}
+    return {"epoch": 1, "lr": 0.1, "loss": [1.0] * 4, **accuracies}
+
+
 @pytest.fixture
 def make_run(tmp_path: Path) -> Maker:
     """A finished run folder as the trainer leaves it."""
@@ -55,9 +60,11 @@ def make_run(tmp_path: Path) -> Maker:
         (path / "summary.json").write_text(json.dumps(make_summary(config)))
         env = {"commit": "abc+", "torch": "2.11.0", "gpu": "NVIDIA H200", "command": "bicovg train --out /mnt/x/run7"}
         (path / "env.json").write_text(json.dumps(env))
-        metrics = [{"epoch": 0}, {"epoch": 1, "split": "test", "top1": TOP1}]
+        metrics = [{"epoch": 0, "lr": 0.1, "loss": [1.0] * 4}, last_epoch(TOP1)]
         (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+        idle = {"train_seconds": 1.0, "loader_wait_share": 0.0}
         timing = [{"epoch": e, "images_per_second": v, "peak_memory_bytes": e} for e, v in ((0, 10.0), (1, 30.0))]
+        timing = [{**line, **idle} for line in timing]
         (path / "timing.jsonl").write_text("".join(json.dumps(line) + "\n" for line in timing))
         return path
 
@@ -126,7 +133,7 @@ def test_an_unfinished_run_is_refused(make_run: Maker, tmp_path: Path) -> None:
 
 def test_metrics_that_stop_early_are_refused_and_nothing_is_left_behind(make_run: Maker, tmp_path: Path) -> None:
     run = make_run()
-    (run / "metrics.jsonl").write_text('{"epoch": 0}\n')
+    (run / "metrics.jsonl").write_text('{"epoch": 0, "lr": 0.1, "loss": [1.0, 1.0, 1.0, 1.0]}\n')
     with pytest.raises(UserError, match="does not end with epoch 1"):
         write_record([run], tmp_path / "record")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
@@ -147,7 +154,7 @@ CONTRADICTIONS: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("best_test_chosen.exit is 2", lambda t: t["runs"][0]["best_test_chosen"].update(exit=2)),
     ("N_eff is 4", lambda t: t["runs"][0]["fusion"]["train"].update(N_eff=4)),
     ("add up to", lambda t: t["runs"][0]["fusion"]["train"].update(weights=[0.5] * 4)),
-    ("one weight per exit", lambda t: t["runs"][0]["fusion"]["train"].update(weights=[1.0])),
+    ("fusion.train.weights has 1 values, not 4", lambda t: t["runs"][0]["fusion"]["train"].update(weights=[1.0])),
     ("seeds", lambda t: t.update(seeds=[1])),
     ("train.epochs 2, its record 3", lambda t: t.update(epochs=3)),
     ("model.scope 'strict', its record 'hgb'", lambda t: t.update(scope="hgb")),
@@ -168,7 +175,7 @@ def test_a_record_that_contradicts_itself_or_its_runs_is_refused(
 def test_accuracies_that_are_not_those_of_the_runs_last_epoch_are_refused(make_run: Maker, tmp_path: Path) -> None:
     write_record([make_run()], tmp_path / "record")
     metrics = tmp_path / "record" / "s0" / "metrics.jsonl"
-    metrics.write_text(json.dumps({"epoch": 1, "split": "test", "top1": [10.0] * 4}) + "\n")
+    metrics.write_text(json.dumps(last_epoch([10.0] * 4)) + "\n")
     with pytest.raises(UserError, match="other accuracies"):
         read_record(tmp_path / "record")
 

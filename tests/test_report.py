@@ -64,8 +64,9 @@ def test_the_page_of_one_run_holds_every_plot(tmp_path: Path) -> None:
 
 def early_exit() -> dict[str, Any]:
     curve = [{"compute": share, "top1": 50 + 40 * share} for share in (0.1, 0.5, 1.0)]
-    rules = {rule: {"curve": curve} for rule in ("mean", "own")}
-    return {"calibrated_on": "held-out", "measured_on": "test", "rules": rules}
+    rule = {"temperatures": [1.0] * 4, "full": {"top1": 90.0}, "points": [], "curve": curve}
+    found = {"calibrated_on": "held-out", "measured_on": "test", "exit_blocks": [0, 1, 2, 3]}
+    return {**found, "rules": dict.fromkeys(("mean", "own"), rule)}
 
 
 def test_the_page_of_three_runs_compares_them(tmp_path: Path) -> None:

@@ -54,8 +54,8 @@ def test_tables_show_the_numbers_of_their_records(tmp_path: Path) -> None:
 def test_the_early_exit_table_is_that_of_the_curve_beside_the_record(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "cifar100-bicovg", epochs=5)
     points = [{"speedup": 1.5, "compute": 0.625, "top1": 70.25, "points_lost": 0.75}]
-    rule = {"points": points, "full": {"top1": 71.0}, "curve": []}
-    found = {"calibrated_on": "held-out", "measured_on": "test", "rules": {"mean": rule}}
+    rule = {"temperatures": [1.0] * 8, "points": points, "full": {"top1": 71.0}, "curve": []}
+    found = {"calibrated_on": "held-out", "measured_on": "test", "exit_blocks": list(range(8)), "rules": {"mean": rule}}
     (run / "early_exit.json").write_text(json.dumps(found))
     make_record(tmp_path / "records" / "mine", run)
     table = TABLES["early-exit"](read_records(tmp_path))

@@ -14,7 +14,13 @@ SUMMARY = {
     "seed": 0,
     "scope": "strict",
     "exit_blocks": [0, 1],
-    "test": {"exits": {"top1": [1.0, 2.0]}, "last": {}, "mean": {}},
+    "test": {
+        "exits": {"top1": [1.0, 2.0], "top5": [3.0, 4.0]},
+        "last": {"top1": 2.0, "top5": 4.0},
+        "best_test_chosen": {"exit": 1, "top1": 2.0, "top5": 4.0},
+        "best_heldout_chosen": None,
+        "mean": {"top1": 2.0, "top5": 4.0},
+    },
     "fusion": {"train": None, "heldout": None},
 }
 
@@ -106,22 +112,33 @@ def test_a_config_that_is_a_pipe_does_not_hang(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "reason"),
     [
-        lambda s: s.pop("fusion"),
-        lambda s: s.update(exit_blocks=None),
-        lambda s: s["test"].update(exits={"top1": [1.0]}),
-        lambda s: s.update(test=[]),
-        lambda s: s.pop("scope"),
+        (lambda s: s.pop("fusion"), "the field fusion is missing"),
+        (lambda s: s.pop("scope"), "the field scope is missing"),
+        (lambda s: s["test"]["last"].pop("top5"), r"the field test\.last\.top5 is missing"),
+        (lambda s: s.update(exit_blocks=None), "exit_blocks is None, not a list"),
+        (lambda s: s.update(exit_blocks=[1, 0]), r"exit_blocks is \[1, 0\], not a list of blocks in order"),
+        (lambda s: s.update(test=[]), r"test is \[\], not an object"),
+        (lambda s: s["test"]["exits"].update(top1=[1.0]), r"test\.exits\.top1 has 1 values, not 2"),
+        (lambda s: s["test"]["exits"].update(top1=[1.0, None]), r"top1\[1\] is None, not a percentage"),
+        (lambda s: s["test"]["mean"].update(top1=float("nan")), "mean.top1 is nan, not a percentage"),
+        (lambda s: s["test"]["mean"].update(top1=True), "mean.top1 is True, not a percentage"),
+        (lambda s: s["test"]["mean"].update(top1=10**400), r"mean.top1 is 1000.*000, not a percentage"),
+        (lambda s: s["test"]["best_test_chosen"].update(exit=2), "exit is 2, not a whole number from 0 to 1"),
+        (lambda s: s["fusion"].update(train=[]), r"fusion\.train is \[\], not an object"),
+        (lambda s: s["fusion"].update(augmented=3), r"fusion\.augmented is 3, not an object"),
+        (lambda s: s.update(wall_seconds="1"), "wall_seconds is '1', not a finite number"),
+        (lambda s: s.update(recipe="\ud800"), "holds no JSON object"),
     ],
 )
-def test_an_incomplete_summary_says_how_to_make_it_anew(tmp_path, change):
+def test_a_summary_that_does_not_fit_says_where_and_how_to_make_it_anew(tmp_path, change, reason):
     summary = json.loads(json.dumps(SUMMARY))
     write_json(make_run(tmp_path) / "summary.json", summary)
     assert read_summary(tmp_path) == summary
     change(summary)
     write_json(tmp_path / "summary.json", summary)
-    with pytest.raises(UserError, match=r"is incomplete: make it anew with `bicovg eval"):
+    with pytest.raises(UserError, match=rf"summary\.json.*{reason}.* make it anew with `bicovg eval"):
         read_summary(tmp_path)
 
 
@@ -137,7 +154,7 @@ def test_data_that_does_not_fit_the_config_is_refused(tmp_path):
     good = {"classes": [str(k) for k in range(10)], "mean": [0.5], "std": [0.2]}
     write_json(tmp_path / "data.json", good)
     assert read_data(tmp_path, Config()) == (good["classes"], [0.5], [0.2])
-    for change in ({"classes": ["a"]}, {"mean": "x"}, {"std": [0.0]}, {"std": [0.1, 0.1, 0.1]}):
+    for change in ({"classes": ["a"]}, {"mean": "x"}, {"std": [0.0]}, {"std": [0.1] * 3}, {"mean": [float("inf")]}):
         write_json(tmp_path / "data.json", good | change)
-        with pytest.raises(UserError, match=r"does not fit config\.json"):
+        with pytest.raises(UserError, match=rf"data\.json: {next(iter(change))}.* --resume"):
             read_data(tmp_path, Config())

@@ -37,7 +37,7 @@ def fit_axis(
     """An axis that holds all finite values with a little room; a range of nothing is widened.
 
     Args:
-        log: logarithmic, if every value is positive.
+        log: logarithmic, if every value is positive, and not so small that it stands for 0.
         zero: whether 0 must be in the range.
     """
     finite = [v for v in values if math.isfinite(v)]
@@ -46,7 +46,7 @@ def fit_axis(
     if not finite:
         return Axis(0.0, 1.0, start, end)
     low, high = min(finite), max(finite)
-    if log and low > 0:
+    if log and low > 1e-30:
         pad = max((high / low) ** margin, 1.02)
         return Axis(low / pad, high * pad, start, end, log=True)
     room = (high - low) * margin if high > low else max(abs(high), 1.0) * 0.05

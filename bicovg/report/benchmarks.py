@@ -46,7 +46,7 @@ def read_bench(path: Path) -> dict[str, Any] | None:
 def _same_backbone(recipe: str, config: Json) -> bool:
     benched = get_recipe(recipe)
     return bool(
-        list(benched.model.channels) == config["model"]["channels"]
+        list(benched.model.channels) == config["model"].get("channels")
         and benched.data.image_size == config["data"]["image_size"]
     )
 

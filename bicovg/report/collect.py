@@ -4,15 +4,19 @@ A run that still goes on has no summary and no analysis yet; everything else her
 """
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bicovg import run_schema
 from bicovg.config import from_json
 from bicovg.errors import UserError
+from bicovg.limits import check_settings
+from bicovg.records_check import check_record
 from bicovg.roofline import trace_layers
-from bicovg.runlog import read_json, read_summary
+from bicovg.runlog import read_early_exit, read_environment, read_json, read_metrics, read_summary, read_timing
 
 Json = dict[str, Any]
 
@@ -66,24 +70,26 @@ def read_run(path: Path) -> RunData:
     """Everything a run folder holds; refuses what is no run folder or is damaged, in one sentence."""
     if not path.exists():
         raise UserError(f"{path} does not exist: give a run folder")
-    config = _read_json(path / "config.json", ("data", "model", "train"))
+    config = _read_json(path / "config.json", run_schema.CONFIG, "restore it or make the run anew")
     if config is None:
         raise UserError(f"{path} is not a run folder: it has no config.json")
-    metrics = _read_jsonl(path / "metrics.jsonl", ("epoch", "lr", "loss"))
-    summary = read_summary(path) if (path / "summary.json").exists() else None
+    summary = read_summary(path) if os.path.lexists(path / "summary.json") else None
     entry = _record_entry(path, config) if summary is None else None
     summary = entry["summary"] if entry else summary
+    metrics = read_metrics(path, len(summary["exit_blocks"]) if summary else None)
+    exits = _find_exits(config, metrics, summary)
+    repair = f"remove it, and `bicovg report {path}` makes it anew"
     return RunData(
         path=path,
         label=f"{entry['name'] if entry else config.get('recipe', path.name)}, seed {config.get('seed', '?')}",
         config=config,
-        env=_read_json(path / "env.json") or (entry["env"] if entry else {}),
+        env=read_environment(path) or (entry["env"] if entry else {}),
         metrics=metrics,
-        timing=_read_jsonl(path / "timing.jsonl", ("epoch", "images_per_second", "peak_memory_bytes")),
-        exits=_find_exits(config, metrics, summary),
+        timing=read_timing(path),
+        exits=exits,
         summary=summary,
-        analysis=_read_json(path / "analysis.json", ("head", "classes", "confusion", "class_top1", "mistakes")),
-        early_exit=_read_json(path / "early_exit.json", ("rules", "calibrated_on", "measured_on")),
+        analysis=_read_json(path / "analysis.json", run_schema.analysis(len(exits)), repair),
+        early_exit=read_early_exit(path, len(exits)),
         recorded=entry is not None,
     )
 
@@ -105,9 +111,13 @@ def read_runs(paths: Sequence[Path]) -> list[RunData]:
 
 def _record_entry(path: Path, config: Json) -> Json | None:
     """What the record one folder up says of this seed, in a summary's form; None where there is no record."""
-    record = _read_json(path.parent / "record.json")
-    entry = next((run for run in (record or {}).get("runs", []) if run.get("seed") == config.get("seed")), None)
-    if record is None or entry is None:
+    file = path.parent / "record.json"
+    if not os.path.lexists(file):
+        return None
+    record = read_json(file, "make the record anew with `bicovg record`")
+    check_record(file, record)
+    entry = next((run for run in record["runs"] if run["seed"] == config.get("seed")), None)
+    if entry is None:
         return None
     names = ("exits", "last", "best_test_chosen", "best_heldout_chosen", "mean")
     return {
@@ -117,7 +127,7 @@ def _record_entry(path: Path, config: Json) -> Json | None:
             "seed": entry["seed"],
             "test": {name: entry[name] for name in names},
             "fusion": entry["fusion"],
-            "wall_seconds": entry["wall_seconds"] or 0.0,
+            "wall_seconds": entry["wall_seconds"],
         },
         "env": {name: entry[name] for name in ("device", "gpu", "torch", "cuda", "python", "commit", "command")},
     }
@@ -129,37 +139,21 @@ def _find_exits(config: Json, metrics: Sequence[Json], summary: Json | None) -> 
         return list(summary["exit_blocks"])
     count = len(metrics[0]["loss"]) if metrics else None
     try:
-        exits = [layer.index for layer in trace_layers(from_json(json.dumps(config))) if layer.goodness]
-    except ValueError:  # a method without layer tables, or the configuration of another version
+        known = from_json(json.dumps(config))
+        check_settings(known)
+        exits = [layer.index for layer in trace_layers(known) if layer.goodness]
+    except (ValueError, LookupError, ArithmeticError):  # no layer tables, or a configuration no network can have
         exits = []
     return exits if count in (None, len(exits)) else list(range(count))
 
 
-def _read_json(path: Path, needed: Sequence[str] = ()) -> Json | None:
-    """A JSON object with the ``needed`` fields, or None where there is no such file."""
-    if not path.exists():
+def _read_json(path: Path, check: run_schema.Check, repair: str) -> Json | None:
+    """A checked JSON object, or None where there is no such file."""
+    if not os.path.lexists(path):
         return None
-    repair = "restore it or make the run anew"
     found = read_json(path, repair)
-    missing = [name for name in needed if name not in found]
-    if missing:
-        raise UserError(f"{path} lacks the field {missing[0]!r}: {repair}")
+    run_schema.check_file(path, found, check, repair)
     return found
-
-
-def _read_jsonl(path: Path, needed: Sequence[str]) -> list[Json]:
-    """The records of a line file, each with the ``needed`` fields; a torn last line is left out."""
-    try:
-        lines = path.read_text().splitlines(keepends=True)
-        records = [json.loads(line) for line in lines if line.endswith("\n")]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path} ({error}): restore it or make the run anew") from None
-    for number, record in enumerate(records, 1):
-        if not isinstance(record, dict) or not all(name in record for name in needed):
-            raise UserError(f"{path} line {number} is no epoch's record: restore it or make the run anew")
-    return records
 
 
 def flatten(tree: Json, prefix: str = "") -> dict[str, Any]:

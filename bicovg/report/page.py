@@ -62,6 +62,8 @@ def render_page(runs: Sequence[RunData], live: str | None = None) -> str:
 def write_page(runs: Sequence[Path], out: Path) -> Path:
     """The page of one run or several, as one file."""
     page = render_page(read_runs(runs))
+    if out.is_dir():
+        raise UserError(f"{out} is a folder: give a file with --out")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         draft = out.with_name(f".{out.name}.tmp")
@@ -107,8 +109,10 @@ def _tiles(run: RunData) -> list[tuple[str, str]]:
     found = [(state, "epochs" if run.summary else "epochs so far")]
     if run.summary:
         found += [(f"{record['top1']:.2f} %", f"top-1, {label}") for label, record in combined_rows(run.summary)]
-        found.append((f"{run.summary['parameters']:,}", "parameters"))
-        found.append((clock(run.summary["wall_seconds"]), "wall time"))
+        if run.summary.get("parameters") is not None:
+            found.append((f"{run.summary['parameters']:,}", "parameters"))
+        if run.summary.get("wall_seconds") is not None:
+            found.append((clock(run.summary["wall_seconds"]), "wall time"))
     elif run.evaluated:
         last = run.evaluated[-1]
         found.append((f"{last['mean_top1']:.2f} %", f"{run.split} top-1 now, mean of blocks"))
@@ -161,7 +165,7 @@ def _overview(runs: Sequence[RunData]) -> str:
                 free,
                 f"{len(run.metrics)} / {run.epochs}",
                 *["-" if v is None else f"{v:.2f}" for v in _results(run)],
-                f"{run.summary['parameters']:,}" if run.summary else "-",
+                f"{run.summary['parameters']:,}" if run.summary and run.summary.get("parameters") is not None else "-",
                 f"{statistics.median(_speeds(run)):,.0f}" if run.timing else "-",
                 f"{max(t['peak_memory_bytes'] for t in run.timing) / 1e9:.2f}" if run.timing else "-",
             ]

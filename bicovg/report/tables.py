@@ -4,7 +4,6 @@ A table stands in a Markdown file between ``<!-- table: NAME -->`` and ``<!-- en
 yet says "not run".
 """
 
-import json
 import re
 import statistics
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from bicovg.recipes import get_recipe
 from bicovg.records import Record, load_records, seed_values
 from bicovg.report.benchmarks import read_bench
 from bicovg.report.paper import ABLATION, DIAGNOSTICS, EFFICIENCY, MAIN
+from bicovg.runlog import read_early_exit
 
 MARKED = re.compile(r"(<!-- table: ([a-z0-9-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 NOT_RUN = "not run"
@@ -30,8 +30,7 @@ def read_records(root: Path = Path()) -> Records:
     records = load_records(root / "records")
     for name, record in records.items():
         for entry in record["runs"]:
-            path = root / "records" / name / f"s{entry['seed']}" / "early_exit.json"
-            entry["early_exit"] = json.loads(path.read_text()) if path.exists() else None
+            entry["early_exit"] = read_early_exit(root / "records" / name / f"s{entry['seed']}")
     return records
 
 
@@ -146,12 +145,13 @@ def early_exit_table(records: Records) -> str:
     for record in records.values():
         measured = [entry["early_exit"] for entry in record["runs"] if entry.get("early_exit")]
         for rule in measured[0]["rules"] if measured else ():
-            curves = [found["rules"][rule] for found in measured]
+            curves = [found["rules"][rule] for found in measured if rule in found["rules"]]
             full = cell([curve["full"]["top1"] for curve in curves])
             for points in zip(*(curve["points"] for curve in curves), strict=False):
                 less = cell([1 / point["compute"] for point in points]) + "x"
                 top1, lost = (cell([point[name] for point in points]) for name in ("top1", "points_lost"))
-                rows.append([record["name"], PREDICTS_FROM[rule], full, less, top1, lost, measured[0]["calibrated_on"]])
+                label, source = PREDICTS_FROM.get(rule, rule), measured[0]["calibrated_on"]
+                rows.append([record["name"], label, full, less, top1, lost, source])
     return markdown(header, rows or [[NOT_RUN, *[""] * 6]])
 
 

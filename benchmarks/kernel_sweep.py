@@ -117,6 +117,7 @@ def measure(trial: Trial, cases: list[Case]) -> float:
     casts = [case.weight.bfloat16() for case in cases]
     slopes = [kernels.launch_slopes(case.grad, case.y, case.weight.shape[0], scales) for case in cases]
     sums = [kernels.launch_sums(s, c.y, w, c.p, c.stats, scales) for s, c, w in zip(slopes, cases, casts, strict=True)]
+    gradients = [torch.empty_like(case.y) for case in cases]
 
     def run(i: int) -> Any:
         y, weight, _, stats, _, p = cases[i]
@@ -125,12 +126,12 @@ def measure(trial: Trial, cases: list[Case]) -> float:
             return launch_forward(g, p, y, casts[i], scales, stats)
         if trial.kernel == "sums":
             return kernels.launch_sums(slopes[i], y, casts[i], p, stats, scales)
-        return kernels.launch_gradient(slopes[i], sums[i], y, casts[i], p, stats, scales)
+        return kernels.launch_gradient(gradients[i], slopes[i], sums[i], y, casts[i], p, stats, scales)
 
     return microseconds(run, len(cases), 0.01)
 
 
-def run_sweep(recipes: tuple[str, ...] = ("vgg8", "vgg16-64")) -> list[dict[str, Any]]:
+def run_sweep(recipes: tuple[str, ...]) -> list[dict[str, Any]]:
     """Compile and check all trials in parallel, time them one by one, print the best of each kernel and block."""
     trials = list_trials(recipes)
     checked = build_all(check, trials)

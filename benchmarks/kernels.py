@@ -21,13 +21,15 @@ from typing import Any
 
 import torch
 from kernel_blocks import BLOCKS, PEAK, Block, build_all, cast, draw, forward, input_sets, microseconds
+from kernel_checks import FIELDS, run_block_checks
 from kernel_sweep import run_sweep
 from torch import Tensor
 
 from bicovg.draws import make_keys
 from bicovg.goodness import bicovg
+from bicovg.kernels.block import block_goodness, block_statistics
 from bicovg.kernels.goodness import fused_bicovg
-from bicovg.kernels.tail import fused_tail
+from bicovg.kernels.tail import block_tail, fused_tail
 from bicovg.layers import keyed_dropout, rms_norm, rms_pool
 from bicovg.runlog import find_commit
 
@@ -173,6 +175,10 @@ def build(task: tuple[Block, torch.dtype]) -> None:
     for mask in (True, False):
         torch.ops.bicovg.goodness_backward(grad, f, cast(f, w), p, list(block.scales), mask)
     fused_tail(f, block.pool, 0.1, keys, 3)
+    norm = torch.nn.BatchNorm2d(block.channels, device="cuda")
+    stats, y = block_statistics(f, norm), f.detach().requires_grad_()
+    block_goodness(y, stats, norm, w, block.scales).sum().backward()
+    block_tail(y, stats, norm, block.pool, 0.1, keys, 3).sum().backward()
     torch.cuda.synchronize()
 
 
@@ -195,7 +201,7 @@ def run_checks(report: dict[str, Any]) -> bool:
                 report["checks"].append(row)
                 if not row["ok"]:
                     print("WRONG", row, flush=True)
-    return fine
+    return run_block_checks(report, LIMITS) and fine
 
 
 def run_times(report: dict[str, Any], deadline: float) -> None:
@@ -229,6 +235,10 @@ def print_tables(report: dict[str, Any]) -> None:
     for (dtype, last), errors in worst.items():
         text = "  ".join(f"{name} {error:.1e}" for name, error in errors.items())
         print(f"worst error {dtype:15} {'channels_last' if last else 'contiguous':13} {text}")
+    for dtype in LIMITS if "blocks" in report else ():
+        rows = [row for row in report["blocks"] if row["dtype"] == str(dtype)]
+        text = "  ".join(f"{name} {max(row.get(name, math.inf) for row in rows):.1e}" for name in FIELDS)
+        print(f"worst error {dtype!s:15} whole blocks  {text}")
     if "times" not in report:
         return
     print(f"{'us, GB/s, share':28} {'forward':>20} {'backward':>20} {'tail':>20} {'eager':>8} {'compiled':>8} "
@@ -257,7 +267,9 @@ def describe() -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", choices=("check", "time"), help="leave the other half out")
-    parser.add_argument("--sweep", action="store_true", help="time launch shapes instead")
+    parser.add_argument(
+        "--sweep", nargs="*", metavar="RECIPE", help="time launch shapes instead (vgg8, vgg16-224, ...)"
+    )
     parser.add_argument("--seconds", type=float, default=110, help="no torch.compile timing after this long")
     parser.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/kernels-<gpu>-...)")
     args = parser.parse_args()
@@ -266,8 +278,8 @@ def main() -> int:
     begin = time.monotonic()
     report = describe()
     fine = True
-    if args.sweep:
-        report["sweep"] = run_sweep()
+    if args.sweep is not None:
+        report["sweep"] = run_sweep(tuple(args.sweep or ("vgg8", "vgg16-64")))
     else:
         for result in build_all(build, [(block, dtype) for block in BLOCKS for dtype in LIMITS]):
             if isinstance(result, Exception):
@@ -279,7 +291,7 @@ def main() -> int:
             run_times(report, begin + args.seconds)
     report["seconds"] = round(time.monotonic() - begin, 1)
     gpu = report["gpu"].replace(" ", "-").lower()
-    kind = "sweep" if args.sweep else "kernels"
+    kind = "kernels" if args.sweep is None else "-".join(["sweep", *args.sweep])
     default = Path(__file__).parent / "results" / f"{kind}-{gpu}-torch{torch.__version__.split('+')[0]}.json"
     out = args.out or default
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,87 @@
+"""The kernels of a whole block, as training uses them, against float64: batch norm, ReLU, goodness; tail and gradient."""
+
+from typing import Any
+
+import torch
+from kernel_blocks import BLOCKS, LAST, Block, draw
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bicovg.draws import make_keys
+from bicovg.goodness import bicovg
+from bicovg.kernels.block import block_goodness, block_statistics
+from bicovg.kernels.tail import block_tail
+from bicovg.layers import keyed_dropout, rms_norm, rms_pool
+
+FIELDS = ("g", "dy", "dW", "dgamma", "dbeta", "h", "tail dy", "tail dgamma", "tail dbeta")
+
+
+def distance(x: Tensor, reference: Tensor) -> float:
+    return float((x.detach().double() - reference).norm() / reference.norm())
+
+
+def make_norm(channels: int) -> nn.BatchNorm2d:
+    norm = nn.BatchNorm2d(channels, device="cuda")
+    nn.init.uniform_(norm.weight, 0.5, 1.5)
+    nn.init.uniform_(norm.bias, -0.5, 0.5)
+    return norm
+
+
+def fused(
+    block: Block, y: Tensor, weight: Tensor, norm: nn.BatchNorm2d, grads: list[Tensor], keys: Tensor
+) -> list[Tensor]:
+    """All of FIELDS by the kernels; uninitialised memory is NaN."""
+    leaf, mixing = y.detach().requires_grad_(), weight.clone().requires_grad_()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    stats = block_statistics(leaf, norm)
+    g = block_goodness(leaf, stats, norm, mixing, block.scales)
+    found = torch.autograd.grad(g, (leaf, mixing, norm.weight, norm.bias), grads[0])
+    h = block_tail(leaf, stats, norm, block.pool, 0.1, keys, 3)
+    tail = torch.autograd.grad(h, (leaf, norm.weight, norm.bias), grads[1].to(h.dtype))
+    torch.use_deterministic_algorithms(False)
+    return [g, *found, h, *tail]
+
+
+def plain(
+    block: Block, y: Tensor, weight: Tensor, norm: nn.BatchNorm2d, grads: list[Tensor], keys: Tensor
+) -> list[Tensor]:
+    """The same by the definitions, in float64."""
+    wide, mixing = y.double().requires_grad_(), weight.double().requires_grad_()
+    gamma, beta = (p.detach().double().requires_grad_() for p in (norm.weight, norm.bias))
+    f = F.relu(F.batch_norm(wide, None, None, gamma, beta, True, 0.0, norm.eps))
+    g = bicovg(f, mixing, block.scales)
+    found = torch.autograd.grad(g, (wide, mixing, gamma, beta), grads[0].double(), retain_graph=True)
+    h = rms_norm(keyed_dropout(rms_pool(f) if block.pool else f, 0.1, make_keys(keys, 3)))
+    tail = torch.autograd.grad(h, (wide, gamma, beta), grads[1].double())
+    return [g.detach(), *found, h.detach(), *tail]
+
+
+def check_block(block: Block, dtype: torch.dtype) -> dict[str, float]:
+    """Relative error of each of FIELDS."""
+    f, weight, grad, keys = draw(block, dtype)
+    y = (f - 0.3).contiguous(memory_format=LAST)
+    weight = weight.to(dtype).float()
+    side = block.size // 2 if block.pool else block.size
+    down = torch.randn(block.batch, block.channels, side, side, device="cuda").to(dtype).contiguous(memory_format=LAST)
+    norm = make_norm(block.channels)
+    mine = fused(block, y, weight, norm, [grad, down], keys)
+    wanted = plain(block, y, weight, norm, [grad, down], keys)
+    return {name: distance(a, b) for name, a, b in zip(FIELDS, mine, wanted, strict=True)}
+
+
+def run_block_checks(report: dict[str, Any], limits: dict[torch.dtype, float]) -> bool:
+    """Fill ``report['blocks']``: the kernels that training uses, each with its gradient."""
+    report["blocks"] = []
+    for block in BLOCKS:
+        for dtype in limits:
+            row: dict[str, Any] = {"block": str(block), "dtype": str(dtype)}
+            try:
+                row |= check_block(block, dtype)
+                row["ok"] = all(row[name] < limits[dtype] for name in FIELDS)
+            except Exception as error:
+                row |= {"ok": False, "error": f"{type(error).__name__}: {error}"[:300]}
+            torch.cuda.empty_cache()
+            report["blocks"].append(row)
+            if not row["ok"]:
+                print("WRONG", row, flush=True)
+    return all(row["ok"] for row in report["blocks"])

@@ -1,4 +1,4 @@
-"""The kernels of a whole block, as training uses them, against float64: batch norm, ReLU, goodness; tail and gradient."""
+"""The kernels of a whole block, as training uses them, against float64: batch norm, ReLU, goodness, tail, gradients."""
 
 from typing import Any
 

@@ -64,6 +64,10 @@ class Display:
         else:
             print(self.line(metrics, timing, eta), flush=True)
 
+    def note(self, text: str) -> None:
+        """A sentence between the epochs."""
+        self.console.print(Text(text), soft_wrap=True)
+
     def status(self, metrics: dict[str, Any], timing: dict[str, Any], eta: float) -> str:
         waiting = timing["loader_wait_share"]
         slow = f"  LOADER IS THE BOTTLENECK ({waiting:.0%} waiting)" if waiting > 0.2 else ""

@@ -96,8 +96,10 @@ def read_json(path: Path, repair: str) -> dict[str, Any]:
         value = json.loads(text)
     except (ValueError, RecursionError):
         raise UserError(f"{path} is not valid JSON: {repair}") from None
-    if not isinstance(value, dict) or not _is_writable(text):
+    if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object: {repair}")
+    if not _is_writable(text):
+        raise UserError(f"{path} holds half a character: {repair}")
     return value
 
 

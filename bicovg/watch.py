@@ -39,19 +39,24 @@ class LivePage:
     def __init__(self, run: Path) -> None:
         self.run = run
         self.lock = threading.Lock()
+        self.shown: list[RunData] = []
         self.version, self.body = "", b""
 
     def fetch(self) -> tuple[str, bytes]:
-        """Version and page; a file that cannot be read right now leaves the last page standing."""
+        """Version and page; a file that cannot be read right now leaves the last state standing, and is named."""
         with self.lock:
-            version = self._version()
+            try:
+                version, warning = self._version(), ""
+                if version != self.version:
+                    self.shown = read_runs([self.run])
+            except UserError as error:
+                if not self.shown:
+                    raise
+                warning = f"{error} (shown is the last state that could be read)"
+                version = hashlib.sha256(warning.encode()).hexdigest()[:16]
             if version != self.version:
-                try:
-                    self.body = render_page(read_runs([self.run]), live="/live").encode()
-                    self.version = version
-                except UserError:
-                    if not self.body:
-                        raise
+                self.body = render_page(self.shown, live="/live", warning=warning).encode()
+                self.version = version
             return self.version, self.body
 
     def _version(self) -> str:
@@ -161,7 +166,7 @@ def follow(run: Path, shown: int, display: Display) -> tuple[int, RunData]:
         left = found.epochs - metrics["epoch"] - 1
         steps = metrics.get("step", 0) // (metrics["epoch"] + 1)
         display.step(metrics["epoch"], steps, steps)
-        display.update(metrics, timing, left * (timing["train_seconds"] + timing.get("eval_seconds", 0.0)))
+        display.update(metrics, timing, max(left, 0) * (timing["train_seconds"] + timing.get("eval_seconds", 0.0)))
     return count, found
 
 
@@ -175,13 +180,19 @@ def watch(run: Path, port: int | None, events: Any = None) -> int:
     with open_server(run, port) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         print(f"watching {run} at {server.address} (Ctrl-C ends it)", flush=True)
-        shown, first = 0, read_run(run)
+        shown, first, trouble = 0, read_run(run), ""
         try:
             with Display(config, first.exits, config.train.engine) as display:
                 while True:
-                    shown, found = follow(run, shown, display)
-                    if events is not None:
-                        events.record(found)
+                    try:
+                        shown, found = follow(run, shown, display)
+                        if events is not None:
+                            events.record(found)
+                        trouble = ""
+                    except UserError as error:
+                        if str(error) != trouble:
+                            display.note(f"{error} (watching on)")
+                        trouble = str(error)
                     time.sleep(1.0)
         except KeyboardInterrupt:
             server.shutdown()

@@ -236,6 +236,7 @@ def test_wrong_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "not a run folder" in refused(["report", str(tmp_path / "empty")], capsys)
     assert "bicovg watch" in refused(["report", str(unfinished)], capsys)
     assert "twice" in refused(["report", str(run), str(run)], capsys)
+    assert "is a folder" in refused(["report", str(run), "--out", "."], capsys)
     assert "needs a run folder" in refused(["report"], capsys)
     assert "cannot write" in refused(["report", str(run), "--out", str(file / "page.html")], capsys)
     assert "cannot write" in refused(["report", str(run), "--figures", str(file / "figures")], capsys)

@@ -143,6 +143,21 @@ def test_a_file_damaged_on_the_way_leaves_the_last_page(server: Server, run: Pat
     assert "2 / 6" in answer.body  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("line", ["garbage", "{}", '{"epoch": "x", "lr": 1, "loss": [1, 1, 1, 1]}'])
+def test_a_damaged_line_is_named_above_the_last_state_until_it_is_gone(line: str, server: Server, run: Path) -> None:
+    metrics, tag = run / "metrics.jsonl", ask(server, "/live").headers["ETag"]
+    good = metrics.read_text()
+    metrics.write_text(good + line + "\n")
+    answer = ask(server, "/live", If_None_Match=tag)
+    assert answer.status == 200
+    assert "2 / 6" in answer.body  # type: ignore[attr-defined]
+    assert 'role="alert"' in answer.body  # type: ignore[attr-defined]
+    assert "the last state that could be read" in answer.body  # type: ignore[attr-defined]
+    assert ask(server, "/live", If_None_Match=answer.headers["ETag"]).status == 304
+    metrics.write_text(good)
+    assert 'role="alert"' not in ask(server, "/live").body  # type: ignore[attr-defined]
+
+
 def test_a_link_out_of_the_run_folder_is_not_followed(run: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret.json"
     secret.write_text(json.dumps({"device": "secret"}))
@@ -186,6 +201,25 @@ def test_the_command_serves_shows_epochs_and_ends_on_interrupt(run: Path) -> Non
         out, err = process.communicate(timeout=20)
         assert process.returncode in (0, 130), out + err
         assert "Traceback" not in err
+
+
+def test_the_command_outlives_a_damaged_line(run: Path) -> None:
+    words = [sys.executable, "-m", "bicovg", "watch", str(run), "--port", "0"]
+    metrics = run / "metrics.jsonl"
+    good = metrics.read_text()
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        while not next(lines, "epoch 2/6").startswith("epoch 2/6"):
+            pass
+        metrics.write_text(good + "garbage\n")
+        assert "line 3 of" in next(lines, "")
+        metrics.write_text(good)
+        append_epoch(run, 2, 6, EXITS)
+        assert next(lines, "").startswith("epoch 3/6")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+        assert (process.returncode, err) in ((0, ""), (130, "")), out + err
 
 
 def test_event_files_hold_every_epoch_once(run: Path, tmp_path: Path) -> None:

@@ -35,8 +35,13 @@ class Section:
     body: str
 
 
-def render_page(runs: Sequence[RunData], live: str | None = None) -> str:
-    """The whole page; ``live`` is the address it asks for updates, None for a page that asks for nothing."""
+def render_page(runs: Sequence[RunData], live: str | None = None, warning: str = "") -> str:
+    """The whole page.
+
+    Args:
+        live: the address it asks for updates, None for a page that asks for nothing.
+        warning: shown above everything else.
+    """
     style, script = _static("page.css"), _static("page.js")
     sections = [section for section in _sections(runs) if section.body]
     links = "".join(f'<a href="#{s.name}">{escape(s.title)}</a>' for s in sections)
@@ -53,7 +58,7 @@ def render_page(runs: Sequence[RunData], live: str | None = None) -> str:
         f'<a class="skip" href="#content">Skip to the charts</a>{_header(runs, title)}'
         f'<div class="bar"><nav aria-label="Sections"><span class="links">{links}</span><span class="end">{note}'
         f'<button type="button" id="theme">Theme</button></span></nav></div>'
-        f'<main id="content">{body}</main>'
+        f'<main id="content">{_warning(warning)}{body}</main>'
         f"<footer>Made by bicovg {escape(__version__)} from the run folders alone.</footer>"
         f"<script>{script}</script></body></html>\n"
     )
@@ -79,6 +84,10 @@ def policy(live: bool) -> str:
     digest = base64.b64encode(hashlib.sha256(_static("page.js").encode()).digest()).decode()
     rules = ["default-src 'none'", "img-src data:", "style-src 'unsafe-inline'", f"script-src 'sha256-{digest}'"]
     return "; ".join([*rules, "base-uri 'none'", "form-action 'none'", *(["connect-src 'self'"] if live else [])])
+
+
+def _warning(text: str) -> str:
+    return hashed("div", "warning", "warning", f'<p role="alert">{escape(text)}</p>') if text else ""
 
 
 def _static(name: str) -> str:

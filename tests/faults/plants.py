@@ -125,3 +125,15 @@ def limit_file_size(size):
     import resource
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def look_once():
+    """``watch`` ends as if interrupted after it has looked once."""
+    import types
+
+    import bicovg.watch
+
+    def sleep(seconds):
+        raise KeyboardInterrupt
+
+    bicovg.watch.time = types.SimpleNamespace(sleep=sleep)

@@ -56,7 +56,13 @@ JOBS = [
             ("malicious pickles, zip bombs, path traversal, symlinks", 25),
         ],
     ),
-    Job(f"{HERE}/test_commands.py", [("every command on a run folder with one damaged file", None)]),
+    Job(
+        f"{HERE}/test_commands.py",
+        [
+            ("every command on a run folder with one damaged file", None),
+            ("every command on a run folder with one wrong value", 6000),
+        ],
+    ),
     Job(f"{HERE}/test_mutations.py", [("mutation check: the save path broken on purpose is noticed", 6)]),
     Job(f"{HERE}/test_storage.py", [("disk full, read-only, permission, cross-device", 50)]),
     Job(f"{HERE}/test_schedules.py", [("interleaved against summed, 100 steps", 20)]),

@@ -13,10 +13,9 @@ from bicovg.run_schema import (
     boolean,
     check_file,
     fields,
-    fused,
+    fusions,
     listed,
     maybe,
-    named,
     number,
     tested,
     text,
@@ -84,11 +83,13 @@ def check_record(path: Path, record: Any) -> None:
     check.fields(record, RECORD_FIELDS, "the record")
     check.need(bool(record["runs"]) and isinstance(record["runs"], list), "it has no runs")
     check_file(path, record, RECORD, REPAIR)
-    exits = len(record["exit_blocks"])
     for place, entry in enumerate(record["runs"]):
         check.fields(entry, RUN_FIELDS, f"run {place}")
-        for kind in (fields(RUN), tested(exits), fields({"fusion": named(fused(exits))})):
-            check_file(path, entry, kind, REPAIR)
+    exits = len(record["exit_blocks"])
+    fusion = {"fusion": fusions(exits, "train", "augmented", "heldout")}
+    for kind in (fields({**RUN, **fusion}), tested(exits)):
+        check_file(path, record, fields({"runs": listed(kind)}), REPAIR)
+    for entry in record["runs"]:
         check_run(check, entry, f"seed {entry['seed']}")
     seeds = [entry["seed"] for entry in record["runs"]]
     check.need(seeds == record["seeds"] and len(set(seeds)) == len(seeds), f"its seeds {record['seeds']} are not those")

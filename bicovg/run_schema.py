@@ -142,6 +142,16 @@ def fused(count: int) -> Check:
     return maybe(fields({**BOTH, "weights": weights(count), "N_eff": SIZE}, extra))
 
 
+def fusions(count: int, *needed: str) -> Check:
+    """What was fitted, by the images it was fitted on."""
+
+    def check(value: Any, place: str) -> None:
+        fields(dict.fromkeys(needed, fused(count)))(value, place)
+        named(fused(count))(value, place)
+
+    return check
+
+
 def tested(count: int) -> Check:
     """The accuracies of every exit, and of every choice among them."""
     chosen = fields({**BOTH, "exit": whole(0, count - 1)})
@@ -154,7 +164,6 @@ def tested(count: int) -> Check:
 def summary(value: Any, place: str) -> None:
     fields({"recipe": text, "seed": SEED, "scope": text, "exit_blocks": blocks})(value, place)
     count = len(value["exit_blocks"])
-    fusions = fields({"train": fused(count), "heldout": fused(count)})
     optional = {
         "data": text,
         "epochs": EPOCH,
@@ -163,8 +172,7 @@ def summary(value: Any, place: str) -> None:
         "engine": maybe(text),
         "wall_seconds": maybe(number(0, 1e12)),
     }
-    fields({"test": tested(count), "fusion": fusions}, optional)(value, place)
-    named(fused(count))(value["fusion"], "fusion")
+    fields({"test": tested(count), "fusion": fusions(count, "train", "heldout")}, optional)(value, place)
 
 
 def metrics(count: int) -> Check:

@@ -91,6 +91,16 @@ def test_summary_names_every_way_to_combine_the_exits() -> None:
     assert "held-out" not in text
 
 
+def test_a_recipe_named_in_brackets_is_printed_as_it_is() -> None:
+    out = io.StringIO()
+    Console(file=out, width=120).print(summary_table({**SUMMARY, "recipe": "[/x]"}))
+    assert "[/x], seed 3" in out.getvalue()
+    terminal = Console(file=io.StringIO(), width=120, force_terminal=True)
+    with Display(Config(recipe="[/x]"), [1, 3], "eager", terminal) as display:
+        display.update(METRICS, TIMING, 1.0)
+    assert "[/x], seed 0" in terminal.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_a_single_exit_has_no_mean_of_blocks() -> None:
     single = {**SUMMARY, "exit_blocks": [3], "fusion": {"train": None, "heldout": None}}
     assert [label for label, _ in combined_rows(single)] == ["last block", "best block (test-chosen)"]

@@ -159,6 +159,13 @@ CONTRADICTIONS: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("train.epochs 2, its record 3", lambda t: t.update(epochs=3)),
     ("model.scope 'strict', its record 'hgb'", lambda t: t.update(scope="hgb")),
     ("no runs", lambda t: t.update(runs=[])),
+    ("fusion.heldout is missing", lambda t: t["runs"][0]["fusion"].pop("heldout")),
+    ("exit_blocks is None", lambda t: t.update(exit_blocks=None)),
+    ("exits.top1 is 3, not a list", lambda t: t["runs"][0]["exits"].update(top1=3)),
+    ("wall_seconds is 'x'", lambda t: t["runs"][0].update(wall_seconds="x")),
+    ("DA is nan", lambda t: t["runs"][0].update(DA=float("nan"))),
+    ("best_test_chosen.exit is 4", lambda t: t["runs"][0]["best_test_chosen"].update(exit=4)),
+    ("epochs is 'x'", lambda t: t.update(epochs="x")),
 ]
 
 
@@ -178,6 +185,21 @@ def test_accuracies_that_are_not_those_of_the_runs_last_epoch_are_refused(make_r
     metrics.write_text(json.dumps(last_epoch([10.0] * 4)) + "\n")
     with pytest.raises(UserError, match="other accuracies"):
         read_record(tmp_path / "record")
+
+
+@pytest.mark.parametrize("content", ["", "\x00\xff", "[]", "{}", "7"])
+@pytest.mark.parametrize("name", ["early_exit.json", "env.json", "metrics.jsonl", "timing.jsonl", "summary.json"])
+def test_a_damaged_file_of_a_run_is_named_and_nothing_is_left_behind(
+    name: str, content: str, make_run: Maker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run()
+    (run / name).write_text(f"{content}\n" if content else "", encoding="latin-1")
+    code = main(["record", str(run), "--out", str(tmp_path / "record")])
+    if (name, content) not in (("timing.jsonl", ""), ("env.json", "{}")):  # those say nothing wrong
+        assert code == 2
+        (sentence,) = capsys.readouterr().err.splitlines()
+        assert f"{run}/{name}" in sentence
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
 
 
 def test_a_record_outlives_settings_that_a_later_version_adds(make_run: Maker, tmp_path: Path) -> None:

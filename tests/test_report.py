@@ -192,6 +192,25 @@ def test_a_record_is_read_like_a_run(tmp_path: Path) -> None:
     assert main(["report", str(recorded.path), "--out", str(tmp_path / "page.html")]) == 0
 
 
+def test_a_record_of_a_run_without_its_size_and_duration_has_a_page(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    summary = json.loads((run / "summary.json").read_text())
+    summary["test"].pop("diagnostics")
+    (run / "summary.json").write_text(json.dumps({**summary, "parameters": None, "wall_seconds": None}))
+    write_record([run], tmp_path / "mine")
+    for runs in ([tmp_path / "mine" / "s0"], [tmp_path / "mine" / "s0", make_run(tmp_path / "other", seed=1)]):
+        assert "card-final-by-block" in page_of(*runs)
+
+
+@pytest.mark.parametrize("loss", [5e-324, 0.0, 1e99, float("nan"), float("inf")])
+def test_any_loss_a_run_can_have_is_drawn(loss: float, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", done=2)
+    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({**line, "epoch": 2, "loss": [loss, *line["loss"][1:]]}) + "\n")
+    assert "card-loss-by-block-digits-seed-0" in cards(page_of(run))
+
+
 def diagnostics(top1: list[float]) -> dict[str, float]:
     from bicovg.diagnostics import decline_area, tail_retention
 

@@ -242,4 +242,7 @@ def test_event_files_hold_every_epoch_once(run: Path, tmp_path: Path) -> None:
 
 def test_scalars_name_blocks_and_leave_words_out() -> None:
     line = {"epoch": 3, "step": 9, "lr": 0.1, "split": "test", "loss": [1.0, 2.0]}
-    assert dict(scalars(line, [1, 3])) == {"lr": 0.1, "loss/block 1": 1.0, "loss/block 3": 2.0}
+    expected = {"lr": 0.1, "loss/block 1": 1.0, "loss/block 3": 2.0}
+    assert dict(scalars(line, [1, 3])) == expected
+    later = {**line, "names": ["a", "b"], "by_class": [1.0, 2.0, 3.0]}  # fields that a later version may add
+    assert dict(scalars(later, [1, 3])) == expected

@@ -49,6 +49,8 @@ def test_tables_show_the_numbers_of_their_records(tmp_path: Path) -> None:
     )
     assert "| +4.00 |" in change
     assert "BiCovG, r = 8 | cifar100 | 5 of 400" in TABLES["ablation"](records)
+    fused = records["c-bicovg"]["runs"][0]["fusion"]["train"]["top1"]
+    assert f"| c-bicovg | 1 | {mean:.2f} | {fused:.2f} | - | - | - |\n" in TABLES["fusion"](records)
 
 
 def test_the_early_exit_table_is_that_of_the_curve_beside_the_record(tmp_path: Path) -> None:

@@ -22,6 +22,12 @@ from bicovg.runlog import read_early_exit
 MARKED = re.compile(r"(<!-- table: ([a-z0-9-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 NOT_RUN = "not run"
 PREDICTS_FROM = {"mean": "mean of blocks so far", "own": "the block alone", "fused": "fusion of blocks so far"}
+FITTED_ON = {
+    "train": "on train",
+    "augmented": "on augmented train",
+    "heldout": "on held-out",
+    "heldout_temperatures": "on held-out, with temperatures",
+}
 Records = dict[str, Record]
 
 
@@ -102,6 +108,18 @@ def ablation_table(records: Records) -> str:
             if not of_recipe(records, f"{data}-{suffix}"):
                 rows.append([name, data, "-", "-", NOT_RUN, "", paper])
     return markdown(header, rows)
+
+
+def fusion_table(records: Records) -> str:
+    """What weighting the exits is worth: the plain mean beside Logistic Fusion fitted on different images."""
+    header = ["record", "seeds", "mean", *FITTED_ON.values()]
+    rows = []
+    for record in sorted(records.values(), key=lambda record: str(record["name"])):
+        if len(record["exit_blocks"]) > 1 and record["data"] != "digits":
+            entries = [entry["fusion"] for entry in record["runs"]]
+            fitted = [cell([(entry.get(name) or {}).get("top1") for entry in entries]) for name in FITTED_ON]
+            rows.append([record["name"], str(len(entries)), cell(seed_values(record, "mean", "top1")), *fitted])
+    return markdown(header, rows or [[NOT_RUN, *[""] * (len(header) - 1)]])
 
 
 def diagnostics_table(records: Records) -> str:
@@ -193,6 +211,7 @@ def peak_bytes(row: dict[str, Any]) -> float:
 TABLES: dict[str, Callable[[Records], str]] = {
     "results": results_table,
     "ablation": ablation_table,
+    "fusion": fusion_table,
     "diagnostics": diagnostics_table,
     "early-exit": early_exit_table,
     "efficiency": efficiency_table,

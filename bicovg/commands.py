@@ -2,6 +2,7 @@
 
 import argparse
 import statistics
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -205,10 +206,15 @@ def predict(args: argparse.Namespace) -> int:
     from bicovg.predict import format_csv, format_json, predict_files
 
     run = Path(args.run)
-    found = predict_files(run, args.images, args.head, args.top, args.device, args.early_exit)
+    rejected: list[str] = []
+    found = list(predict_files(run, args.images, args.head, args.top, args.device, args.early_exit, rejected))
+    if rejected and not found:
+        raise UserError(rejected[0])
+    for sentence in rejected:
+        print(f"bicovg: {sentence}", file=sys.stderr)
     if args.format != "table":
         print(format_json(found) if args.format == "json" else format_csv(found))
-        return 0
+        return int(bool(rejected))
     rule = args.head if args.early_exit is None else f"early exit at {args.early_exit:g}"
     table = Table(title=f"{run}: {rule}")
     for column in ("image", "class", "probability", "decided by"):
@@ -223,7 +229,7 @@ def predict(args: argparse.Namespace) -> int:
                 f"block {image.block}" if first else "",
             )
     wide_console().print(table)
-    return 0
+    return int(bool(rejected))
 
 
 def group_runs(paths: list[str]) -> list[list[Path]]:
@@ -279,7 +285,7 @@ def comparison_table(groups: list[list[Path]]) -> Table:
     columns: list[dict[str, str]] = []
     for group in groups:
         config = read_config(group[0])
-        table.add_column(f"{config.recipe}\n{config.model.scope}, n = {len(group)}", justify="right")
+        table.add_column(f"{escape(config.recipe)}\n{config.model.scope}, n = {len(group)}", justify="right")
         summaries = [read_summary(run) for run in group]
         column = {}
         for row, block in enumerate(summaries[0]["exit_blocks"]):

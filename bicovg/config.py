@@ -208,7 +208,7 @@ def coerce(value: Any, kind: Any, path: str) -> Any:
     if typing.get_origin(kind) is tuple and isinstance(value, list | tuple):
         inner = typing.get_args(kind)[0]
         return tuple(coerce(item, inner, path) for item in value)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 1000:
         return float(value)
     if kind in (int, float, bool, str) and type(value) is kind:
         return value

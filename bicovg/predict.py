@@ -16,14 +16,16 @@ from bicovg.checkpoint import walk_back
 from bicovg.config import Config
 from bicovg.data.augment import normalise
 from bicovg.data.crops import resize_centre, to_planes
+from bicovg.durable import read_regular
 from bicovg.early_exit import predict_early
 from bicovg.errors import UserError
 from bicovg.networks import LocalNetwork
 from bicovg.preparation import build_on, check_config, pick_device
-from bicovg.runlog import read_config, read_data, read_json, read_summary
+from bicovg.runlog import read_config, read_data, read_early_exit, read_summary
 from bicovg.state import read_weights
 
 BATCH = 64
+MOST_BYTES = 1 << 28  # of a file, as in packing
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
 
@@ -35,9 +37,10 @@ def read_image(path: Path, config: Config) -> Float[Tensor, "c h w"]:
 
     size, resize = config.data.image_size, config.data.resize
     try:
-        pixels = decode_image(path.read_bytes(), size=None if resize else size, short_side=resize or None)
+        data = read_regular(path.resolve(), MOST_BYTES)  # a link to an image will do, a pipe will not
+        pixels = decode_image(data, size=None if resize else size, short_side=resize or None)
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     if isinstance(pixels, str):
         raise UserError(f"cannot use {path}: {pixels}")
     if config.data.image_channels == 1:
@@ -46,6 +49,19 @@ def read_image(path: Path, config: Config) -> Float[Tensor, "c h w"]:
     if resize:
         return resize_centre(images, resize, size, torch.tensor([pixels.shape[:2]]))[0]
     return to_planes(images)[0]
+
+
+def read_images(names: list[str], config: Config, rejected: list[str] | None) -> tuple[list[str], list[Tensor]]:
+    """The files that can be used, and their images; ``rejected`` as in ``predict_files``."""
+    found: dict[str, Tensor] = {}
+    for name in names:
+        try:
+            found[name] = read_image(Path(name), config)
+        except UserError as error:
+            if rejected is None:
+                raise
+            rejected.append(str(error))
+    return list(found), list(found.values())
 
 
 def head_weights(head: str, run: Path, exits: list[int]) -> list[float]:
@@ -105,7 +121,8 @@ def find_images(names: list[str]) -> list[str]:
         path = Path(name)
         if not path.exists():
             raise UserError(f"{name} does not exist: give image files or a folder of them")
-        inside = sorted(str(p) for p in path.rglob("*") if p.suffix.lower() in SUFFIXES) if path.is_dir() else [name]
+        images = (p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and not p.is_dir())
+        inside = sorted(map(str, images)) if path.is_dir() else [name]
         if not inside:
             raise UserError(f"{name} holds no image: give a folder with {', '.join(SUFFIXES)} files")
         found += inside
@@ -116,20 +133,13 @@ def read_calibration(run: Path, exits: list[int]) -> tuple[Float[Tensor, "e e"],
     """Weights and temperatures of the rule to use, from the run's early_exit.json."""
     if len(exits) == 1:
         raise UserError(f"{run} has a single exit: there is nothing to leave early by; leave out --early-exit")
-    path = run / "early_exit.json"
-    repair = f"calibrate the run with `bicovg eval {run} --early-exit`"
-    if not path.exists():
+    found, repair = read_early_exit(run, len(exits)), f"calibrate the run with `bicovg eval {run} --early-exit`"
+    if found is None:
         raise UserError(f"{run} has no early_exit.json: {repair}")
-    try:
-        found = read_json(path, repair)
-        rule = found["rules"][found["use"]]
-        weights, temperatures = torch.tensor(rule["weights"]), [float(t) for t in rule["temperatures"]]
-        fits = weights.shape == (len(exits), len(exits)) and bool(weights.isfinite().all())
-    except (KeyError, TypeError, ValueError):
-        fits = False
-    if not fits or len(temperatures) != len(exits) or not all(0 < t < float("inf") for t in temperatures):
-        raise UserError(f"{path} does not fit the run: {repair}")
-    return weights, temperatures
+    rule = found["rules"].get(found.get("use"), {})
+    if "weights" not in rule:
+        raise UserError(f"{run / 'early_exit.json'} does not fit the run: {repair}")
+    return torch.tensor(rule["weights"], dtype=torch.float32), [float(t) for t in rule["temperatures"]]
 
 
 @dataclass(frozen=True)
@@ -149,12 +159,20 @@ def predict_files(
     top: int = 5,
     device: str = "auto",
     early_exit: float | None = None,
+    rejected: list[str] | None = None,
 ) -> Iterator[Prediction]:
-    """Classify files and folders of images; with ``early_exit``, no further than this confidence needs."""
+    """Classify files and folders of images; with ``early_exit``, no further than this confidence needs.
+
+    Args:
+        rejected: takes a sentence for every file that cannot be used, and the others are classified; without it, the
+            first such file is an error.
+    """
     if top < 1:
         raise UserError(f"--top {top} must be at least 1")
     if early_exit is not None and not 0 <= early_exit <= 1:
         raise UserError(f"--early-exit {early_exit:g} must be a confidence between 0 and 1, for example 0.9")
+    if early_exit is not None and head != "mean":
+        raise UserError(f"--head {head} and --early-exit exclude each other: early exit has a rule of its own")
     read_config(run)
     files = find_images(names)
     net, config = load_run(run, device)
@@ -164,9 +182,10 @@ def predict_files(
     weights = torch.tensor(head_weights(head, run, net.exits), device=where)
     calibration = None if early_exit is None else read_calibration(run, net.exits)
     for start in range(0, len(files), BATCH):
-        part = files[start : start + BATCH]
-        images = torch.stack([read_image(Path(name), config) for name in part])
-        x = normalise(images, mean, std).to(where)
+        part, images = read_images(files[start : start + BATCH], config, rejected)
+        if not part:
+            continue
+        x = normalise(torch.stack(images), mean, std).to(where)
         if early_exit is not None and calibration is not None:
             rule, temperatures = calibration
             probabilities, exits = predict_early(net, x, rule.to(where), temperatures, early_exit)

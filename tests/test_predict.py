@@ -1,6 +1,7 @@
 """Predicting image files: what a file gives, by every head, with no data set and no labels in reach."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -165,3 +166,24 @@ def test_a_run_that_held_nothing_out_has_no_best_block_to_predict_with(
     (run / "summary.json").write_text(json.dumps(summary))
     with pytest.raises(UserError, match="held no images out"):
         list(predict_files(run, pictures, "best", device="cpu"))
+
+
+def test_a_bad_file_among_others_costs_its_own_line_alone(
+    finished_run: Path, pictures: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "images"
+    (folder / "not-an-image.png").mkdir(parents=True)
+    (folder / "good.png").symlink_to(Path(pictures[0]).resolve())
+    (folder / "bad.png").write_bytes(b"rubbish")
+    os.mkfifo(folder / "pipe.png")
+    assert main(["predict", str(finished_run), str(folder), "--format", "csv", "--top", "1", "--device", "cpu"]) == 1
+    printed = capsys.readouterr()
+    assert [line.split(",")[0] for line in printed.out.splitlines()[1:]] == [str(folder / "good.png")]
+    assert len(printed.err.splitlines()) == 2
+    assert "bad.png" in printed.err
+    assert "pipe.png" in printed.err
+    assert main(["predict", str(finished_run), str(folder / "bad.png"), "--device", "cpu"]) == 2
+
+
+def test_a_head_beside_early_exit_is_refused(finished_run: Path, pictures: list[str]) -> None:
+    assert main(["predict", str(finished_run), pictures[0], "--head", "last", "--early-exit", "0.9"]) == 2

@@ -284,17 +284,10 @@ def test_tail_of_a_block_equals_the_layers_behind_batch_norm(pool: bool) -> None
     assert distance(tail.fused_tail(y, pool, 0.2, keys, 4, stats), reference) < 1e-5
 
 
-@pytest.mark.parametrize("whole", [1 << 15, 0], ids=["registers", "two-kernels"])
-@pytest.mark.parametrize("drop", [0.0, 0.3])
+@pytest.mark.parametrize(("whole", "drop"), [(1 << 15, 0.0), (0, 0.3)], ids=["registers", "two-kernels-dropout"])
 @pytest.mark.parametrize(
     ("shape", "pool", "last"),
-    [
-        ((3, 24, 7, 5), True, True),
-        ((3, 24, 7, 5), False, True),
-        ((4, 70, 2, 2), True, False),
-        ((2, 9, 12, 12), False, True),
-        ((2, 9, 12, 13), True, True),
-    ],
+    [((3, 24, 7, 5), True, True), ((3, 24, 7, 5), False, True), ((4, 70, 2, 2), True, False)],
 )
 def test_tail_of_an_inner_block_has_the_gradient_of_the_layers(
     shape: tuple[int, ...], pool: bool, last: bool, drop: float, whole: int, monkeypatch: pytest.MonkeyPatch
@@ -354,8 +347,8 @@ def test_fused_units_learn_like_plain_ones(alignment: bool) -> None:
 def compare_with_plain(**options: object) -> None:
     """Three steps of a net on the kernels and on the plain functions: equal losses, weights and statistics."""
     torch.use_deterministic_algorithms(False)
-    images = torch.rand(4, 3, 8, 8, device=DEVICE)
-    labels, keys = torch.tensor([0, 1, 2, 1], device=DEVICE), torch.arange(4, device=DEVICE)
+    images = torch.rand(2, 3, 8, 8, device=DEVICE)
+    labels, keys = torch.tensor([0, 2], device=DEVICE), torch.arange(2, device=DEVICE)
     nets = []
     for plain in (False, True):
         torch.manual_seed(0)

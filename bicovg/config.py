@@ -30,7 +30,7 @@ class AugmentConfig:
 
     crop_pad: int = _field(0, "zero padding of the random crop back to the image size; 0 turns it off", low=0)
     flip: bool = _field(False, "horizontal flip with probability 1/2")
-    resized_crop: int = _field(0, "output side of the random resized crop; 0 turns it off", low=0)
+    resized_crop: int = _field(0, "output side of the random resized crop; 0 turns it off", low=0, high=16384)
     brightness: float = _field(0.0, "jitter strength", low=0)
     contrast: float = _field(0.0, "jitter strength", low=0)
     saturation: float = _field(0.0, "jitter strength", low=0)
@@ -44,7 +44,7 @@ class DataConfig:
 
     name: str = _field("digits", "digits (built in), synthetic, or the name of a packed data set")
     root: str | None = _field(None, "folder of packed data sets; default: $BICOVG_DATA or ./data")
-    image_size: int = _field(8, "side of the network's input image", low=1)
+    image_size: int = _field(8, "side of the network's input image", low=1, high=16384)
     image_channels: int = _field(1, "1 for gray, 3 for colour", choices=(1, 3))
     num_classes: int = _field(10, "number of classes K; must agree with the labels", low=2)
     holdout: float = _field(
@@ -54,7 +54,7 @@ class DataConfig:
     normalise: str = _field(
         "train", "mean and std of: train (this training set) or imagenet", choices=("train", "imagenet")
     )
-    resize: int = _field(0, "short side test images are resized to before the centre crop; 0: no resize", low=0)
+    resize: int = _field(0, "short side of test images before the centre crop; 0: no resize", low=0, high=16384)
     prefetch: int = _field(2, "batches prepared ahead when the data set does not fit the device", low=0)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 

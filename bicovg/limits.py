@@ -36,7 +36,7 @@ def _allowed(value: Any, setting: Setting) -> bool:
     if isinstance(value, str | bool):
         return True
     return (
-        (isinstance(value, int) or math.isfinite(value))
+        (abs(value) < 1 << 62 if isinstance(value, int) else math.isfinite(value))
         and value >= limits.get("low", -math.inf)
         and value > limits.get("above", -math.inf)
         and value <= limits.get("high", math.inf)

@@ -147,6 +147,8 @@ def test_a_damaged_config_file_is_one_sentence(text: str, message: str) -> None:
         ("model.scope", "strickt", "is unknown; did you mean strict?: choose strict, grouped, hgb or end-to-end"),
         ("data.image_channels", 2, "is unknown: choose 1 or 3"),
         ("train.clip_norm", 0.0, "it must be above 0"),
+        ("data.resize", 10**30, "it must be at least 0 and at most 16384"),
+        ("train.keep", 10**30, "is out of range"),
         ("train.threads", 1025, "it must be at least 0 and at most 1024"),
     ],
 )

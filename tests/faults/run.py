@@ -32,6 +32,13 @@ class Job:
 IMAGES = [("corrupt images of ten kinds", 1000), ("decompression bombs", 20)]
 # the longest first, so that both workers end at about the same time
 JOBS = [
+    Job(
+        f"{HERE}/test_commands.py",
+        [
+            ("every command on a run folder with one damaged file", None),
+            ("every command on a run folder with one wrong value", 6000),
+        ],
+    ),
     Job(f"{HERE}/test_kills.py", [("SIGKILL at random times", 300)], "random_times"),
     Job(f"{HERE}/test_soak.py", [("10,000-step soak", 3)]),
     Job(
@@ -54,13 +61,6 @@ JOBS = [
             ("single-bit flips in any checkpoint file", 1000),
             ("missing, empty, swapped, newer-schema, wrong-shape files", 40),
             ("malicious pickles, zip bombs, path traversal, symlinks", 25),
-        ],
-    ),
-    Job(
-        f"{HERE}/test_commands.py",
-        [
-            ("every command on a run folder with one damaged file", None),
-            ("every command on a run folder with one wrong value", 6000),
         ],
     ),
     Job(f"{HERE}/test_mutations.py", [("mutation check: the save path broken on purpose is noticed", 6)]),

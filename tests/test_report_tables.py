@@ -48,7 +48,9 @@ def test_tables_show_the_numbers_of_their_records(tmp_path: Path) -> None:
         line for line in TABLES["diagnostics"](records).splitlines() if "per-channel to bicovg | cifar100" in line
     )
     assert "| +4.00 |" in change
-    assert "BiCovG, r = 8 | cifar100 | 5 of 400" in TABLES["ablation"](records)
+    assert "BiCovG, r = 8 | cifar100 | 5 of 400, short |" in TABLES["ablation"](records)
+    held = records | {"c-bicovg": records["c-bicovg"] | {"holdout": 0.02}}
+    assert "BiCovG, r = 8 | cifar100 | 5 of 400, short, 2% held out |" in TABLES["ablation"](held)
     fused = records["c-bicovg"]["runs"][0]["fusion"]["train"]["top1"]
     assert f"| c-bicovg | 1 | {mean:.2f} | {fused:.2f} | - | - | - |\n" in TABLES["fusion"](records)
 

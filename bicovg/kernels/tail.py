@@ -112,6 +112,16 @@ def _output(f: Tensor, pool: bool, layout: torch.memory_format) -> tuple[Tensor,
     return h, torch.empty(B, dtype=torch.float32, device=f.device)
 
 
+def _run(
+    f: Tensor, stats: Tensor | None, pool: bool, drop: float, keys: Tensor | None, index: int, eps: float
+) -> tuple[Tensor, Tensor]:
+    """h, channels_last, and root mean squares."""
+    h, rms = _output(f, pool, torch.channels_last)
+    keys = None if keys is None else keys.contiguous()
+    launch_tail(h, rms, f.contiguous(memory_format=torch.channels_last), pool, drop, keys, index, eps, stats)
+    return h, rms
+
+
 def _layout(f: Tensor) -> torch.memory_format:
     """h takes f's memory format."""
     last = f.is_contiguous(memory_format=torch.channels_last)
@@ -127,9 +137,7 @@ def tail_op(
     f: Tensor, stats: Tensor | None, pool: bool, drop: float, keys: Tensor | None, index: int, eps: float
 ) -> tuple[Tensor, Tensor]:
     """h in f's dtype and memory format; each sample's root mean square before RMSNorm, in float32."""
-    h, rms = _output(f, pool, torch.channels_last)
-    keys = None if keys is None else keys.contiguous()
-    launch_tail(h, rms, f.contiguous(memory_format=torch.channels_last), pool, drop, keys, index, eps, stats)
+    h, rms = _run(f, stats, pool, drop, keys, index, eps)
     return (h if _layout(f) == torch.channels_last else h.contiguous()), rms
 
 
@@ -158,10 +166,7 @@ def block_tail_op(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """What ``tail_op`` gives, of ``relu(batch norm(y))``; gamma and beta are named for their gradients."""
-    h, rms = _output(y, pool, torch.channels_last)
-    keys = None if keys is None else keys.contiguous()
-    launch_tail(h, rms, y.contiguous(memory_format=torch.channels_last), pool, drop, keys, index, eps, stats)
-    return h, rms
+    return _run(y, stats, pool, drop, keys, index, eps)
 
 
 @block_tail_op.register_fake

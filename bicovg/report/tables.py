@@ -61,9 +61,10 @@ def of_recipe(records: Records, recipe: str) -> list[Record]:
 
 
 def length(record: Record) -> str:
-    """Epochs; a run shorter than its recipe says so."""
-    whole = record["recipe_epochs"]
-    return str(record["epochs"]) if whole in (None, record["epochs"]) else f"{record['epochs']} of {whole}, short"
+    """Epochs; a run shorter than its recipe says so, and one that trained on fewer images."""
+    whole, held = record["recipe_epochs"], record["holdout"]
+    epochs = str(record["epochs"]) if whole in (None, record["epochs"]) else f"{record['epochs']} of {whole}, short"
+    return f"{epochs}, {held:.0%} held out" if held else epochs
 
 
 def results_table(records: Records) -> str:

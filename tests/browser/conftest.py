@@ -40,6 +40,17 @@ class Browser:
         self.driver.get_log("browser")
         self.driver.get_log("performance")
         self.driver.get(address)
+        self.size()
+
+    def size(self) -> dict[str, float]:
+        """How large the page is, once it was laid out: a browser just started may say 0 before."""
+        end = time.monotonic() + 15.0
+        while True:
+            size: dict[str, float] = self.command("Page.getLayoutMetrics")["cssContentSize"]
+            if size["width"] > 0 and size["height"] > 0:
+                return size
+            assert time.monotonic() < end, f"the page was never laid out: {size}"
+            time.sleep(0.1)
 
     def complaints(self) -> list[str]:
         """What stands on the console."""
@@ -56,7 +67,7 @@ class Browser:
 
     def screenshot(self, name: str, whole: bool = True) -> None:
         """The whole page, or what is in sight of it, kept for people to look at."""
-        size = self.command("Page.getLayoutMetrics")["cssContentSize"]
+        size = self.size()
         clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], 8000), "scale": 1}
         options = {"captureBeyondViewport": True, "clip": clip} if whole else {}
         shot = self.command("Page.captureScreenshot", **options)
@@ -84,6 +95,7 @@ def chromium() -> Iterator[Browser]:
     options.binary_location = binary
     for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage"):
         options.add_argument(flag)
+    options.add_argument("--window-size=1400,900")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver_path))
     yield Browser(driver)

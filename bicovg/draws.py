@@ -6,6 +6,9 @@ processes therefore sees the same draws. All functions are plain integer tensor 
 inside ``torch.compile`` and inside a captured CUDA graph, and give the same integers everywhere.
 """
 
+import math
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -68,17 +71,22 @@ def draw_permutation(size: int, *parts: int) -> Int[Tensor, " n"]:
     return torch.argsort(make_keys(*parts, torch.arange(size)), stable=True)
 
 
-def keep_mask(keys: Int[Tensor, " b"], features: int, drop: float) -> Tensor:
-    """Boolean (B, features): element j of sample b is dropped with probability ``drop``.
+def keep_mask(keys: Int[Tensor, " b"], shape: Sequence[int], drop: float) -> Tensor:
+    """Boolean (B, *shape): each element of a sample is dropped with probability ``drop``, resolved to 2^-16.
 
-    The hash is 32-bit ("lowbias32") because it runs once per activation. ``drop`` is resolved to 2^-24.
+    This runs once per activation, so the hash is 32-bit ("lowbias32") and serves two elements, those at (2 i, ...) and
+    (2 i + 1, ...) of ``shape``: neighbouring channels. The first takes its high half, the second its low half.
     """
+    rows, inner = shape[0], math.prod(shape[1:])
+    pairs = (rows + 1) // 2
     # The key is added before anything is multiplied, for the reason given in draw_uniforms.
     x = (keys & 0xFFFFFFFF).to(torch.int32).unsqueeze(-1) + torch.arange(
-        features, dtype=torch.int32, device=keys.device
+        pairs * inner, dtype=torch.int32, device=keys.device
     )
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x7FEB352D
     x = x ^ ((x >> 15) & 0x1FFFF)
     x = x * -2073254261  # 0x846CA68B
-    return ((x >> 8) & 0xFFFFFF) >= round(drop * (1 << 24))
+    x = (x ^ ((x >> 16) & 0xFFFF)).view(-1, pairs, 1, inner)
+    halves = torch.cat([(x >> 16) & 0xFFFF, x & 0xFFFF], dim=2).flatten(1, 2)[:, :rows]
+    return (halves >= round(drop * (1 << 16))).view(-1, *shape)

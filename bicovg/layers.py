@@ -37,7 +37,7 @@ def keyed_dropout(x: Float[Tensor, "b ..."], drop: float, keys: Int[Tensor, " b"
     """Dropout whose mask is a function of each sample's key (see ``bicovg.draws``), scaled by 1 / (1 - drop)."""
     if drop == 0.0:
         return x
-    keep = keep_mask(keys, x[0].numel(), drop).view(x.shape)
+    keep = keep_mask(keys, x.shape[1:], drop)
     return torch.where(keep, x * (1.0 / (1.0 - drop)), 0.0).to(x.dtype)
 
 

@@ -4,6 +4,7 @@ Every statistic is that of a fixed set of keys, so a test passes or fails for go
 standard deviations of the ideal generator.
 """
 
+import itertools
 import math
 
 import pytest
@@ -25,7 +26,7 @@ int64s = st.integers(-(1 << 63), (1 << 63) - 1)
 GOLDEN_KEYS = [-7908037669599293713, -5512013023202242728, 4309132208694930218]
 GOLDEN_UNIFORMS = [[7100309, 1897354, 14373775], [7378366, 4494166, 7689158]]  # in units of 2^-24
 GOLDEN_PERMUTATION = [5, 4, 8, 3, 7, 9, 2, 0, 1, 6]
-GOLDEN_MASK = ["100111110111111101011111", "111010111101111110010011"]
+GOLDEN_MASK = ["110100111111111001111111", "101110001100111111110011"]
 
 
 def splitmix64(x: int) -> int:
@@ -37,9 +38,10 @@ def splitmix64(x: int) -> int:
 
 
 def lowbias32(x: int) -> int:
-    """The published 32-bit hash, up to its last xor, which the 24 bits used here do not need."""
+    """The published 32-bit hash."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK32
-    return ((x ^ (x >> 15)) * 0x846CA68B) & MASK32
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK32
+    return x ^ (x >> 16)
 
 
 def assert_flat(counts: Tensor) -> None:
@@ -84,7 +86,7 @@ def test_permutation_is_pinned() -> None:
 
 
 def test_keep_mask_is_pinned() -> None:
-    mask = keep_mask(make_keys(0, draws.DROPOUT, torch.arange(2)), 24, 0.25)
+    mask = keep_mask(make_keys(0, draws.DROPOUT, torch.arange(2)), (24,), 0.25)
     assert ["".join(str(bit) for bit in row) for row in mask.int().tolist()] == GOLDEN_MASK
 
 
@@ -230,23 +232,27 @@ def test_every_permutation_of_four_is_equally_likely() -> None:
 # Dropout masks
 
 
-@given(int64s, st.integers(1, 40), st.floats(0.0, 1.0))
-def test_keep_mask_equals_lowbias32_in_unbounded_integers(key: int, features: int, drop: float) -> None:
-    hashes = [lowbias32(((key & MASK32) + j) & MASK32) for j in range(features)]
-    expected = [value >> 8 >= round(drop * (1 << 24)) for value in hashes]
-    assert keep_mask(torch.tensor([key]), features, drop).tolist() == [expected]
+@given(int64s, st.integers(1, 7), st.integers(1, 6), st.floats(0.0, 1.0))
+def test_keep_mask_equals_halves_of_lowbias32_in_unbounded_integers(key: int, C: int, P: int, drop: float) -> None:
+    expected = []
+    for c, pixel in itertools.product(range(C), range(P)):
+        shared = lowbias32(((key & MASK32) + c // 2 * P + pixel) & MASK32)
+        half = shared >> 16 if c % 2 == 0 else shared & 0xFFFF
+        expected.append(half >= round(drop * (1 << 16)))
+    assert keep_mask(torch.tensor([key]), (C, P), drop).flatten().tolist() == expected
+    assert keep_mask(torch.tensor([key]), (C, P, 1), drop).shape == (1, C, P, 1)
 
 
 @pytest.mark.parametrize("drop", [0.1, 0.5, 0.9])
 def test_keep_mask_drops_at_the_rate_asked_for(drop: float) -> None:
-    mask = keep_mask(make_keys(0, draws.DROPOUT, torch.arange(256)), 4096, drop)
+    mask = keep_mask(make_keys(0, draws.DROPOUT, torch.arange(256)), (4096,), drop)
     sigma = math.sqrt(drop * (1 - drop) / mask.numel())
     assert mask.dtype == torch.bool
     assert mask.double().mean().item() == pytest.approx(1 - drop, abs=5 * sigma)
 
 
 def test_keep_mask_rate_is_even_over_samples_and_over_features() -> None:
-    mask = keep_mask(make_keys(0, draws.DROPOUT, torch.arange(2048)), 2048, 0.1).double()
+    mask = keep_mask(make_keys(0, draws.DROPOUT, torch.arange(2048)), (2048,), 0.1).double()
     sigma = math.sqrt(0.1 * 0.9 / 2048)
     assert (mask.mean(dim=0) - 0.9).abs().max() < 5 * sigma
     assert (mask.mean(dim=1) - 0.9).abs().max() < 5 * sigma
@@ -254,11 +260,12 @@ def test_keep_mask_rate_is_even_over_samples_and_over_features() -> None:
 
 def test_keep_masks_of_neighbouring_samples_features_and_steps_are_independent() -> None:
     samples = torch.arange(257)
-    mask = keep_mask(make_keys(0, draws.DROPOUT, 0, samples), 1025, 0.5)
-    next_step = keep_mask(make_keys(0, draws.DROPOUT, 1, samples), 1025, 0.5)
+    mask = keep_mask(make_keys(0, draws.DROPOUT, 0, samples), (1025,), 0.5)
+    next_step = keep_mask(make_keys(0, draws.DROPOUT, 1, samples), (1025,), 0.5)
     pairs = {
         "samples": (mask[:-1], mask[1:]),
         "features": (mask[:, :-1], mask[:, 1:]),
+        "halves of a hash": (mask[:, 0:-1:2], mask[:, 1::2]),
         "steps": (mask, next_step),
     }
     for neighbours, (a, b) in pairs.items():
@@ -267,19 +274,19 @@ def test_keep_masks_of_neighbouring_samples_features_and_steps_are_independent()
 
 
 def test_keep_mask_differs_between_any_two_samples() -> None:
-    mask = keep_mask(make_keys(0, draws.DROPOUT, torch.arange(128)), 512, 0.1)
+    mask = keep_mask(make_keys(0, draws.DROPOUT, torch.arange(128)), (512,), 0.1)
     assert torch.unique(mask, dim=0).shape[0] == 128
 
 
 def test_keep_mask_at_rate_zero_keeps_all_and_at_rate_one_drops_all() -> None:
     keys = make_keys(0, torch.arange(8))
-    assert keep_mask(keys, 1000, 0.0).all()
-    assert not keep_mask(keys, 1000, 1.0).any()
+    assert keep_mask(keys, (1000,), 0.0).all()
+    assert not keep_mask(keys, (1000,), 1.0).any()
 
 
 def test_what_a_low_rate_drops_a_higher_rate_drops_too() -> None:
     keys = make_keys(0, torch.arange(8))
-    low, high = keep_mask(keys, 1000, 0.1), keep_mask(keys, 1000, 0.4)
+    low, high = keep_mask(keys, (1000,), 0.1), keep_mask(keys, (1000,), 0.4)
     assert (low | ~high).all()
     assert high.sum() < low.sum()
 
@@ -290,4 +297,4 @@ def test_device_draws_equal_cpu_draws() -> None:
     keys, device_keys = make_keys(3, indices), make_keys(3, indices.cuda())
     assert torch.equal(device_keys.cpu(), keys)
     assert torch.equal(draw_uniforms(device_keys, 5).cpu(), draw_uniforms(keys, 5))
-    assert torch.equal(keep_mask(device_keys, 100, 0.3).cpu(), keep_mask(keys, 100, 0.3))
+    assert torch.equal(keep_mask(device_keys, (100,), 0.3).cpu(), keep_mask(keys, (100,), 0.3))

@@ -176,7 +176,7 @@ def test_layers_do_not_depend_on_the_memory_format(layer) -> None:  # type: igno
 def test_keyed_dropout_matches_the_textbook_under_its_mask(seed: int, B: int, C: int, H: int, drop: float) -> None:
     x = random_tensor(seed, B, C, H, 3)
     keys = make_keys(seed, DROPOUT, torch.arange(B))
-    keep = keep_mask(keys, C * H * 3, drop)
+    keep = keep_mask(keys, (C, H, 3), drop).flatten(1)
     assert_matches(lambda x: keyed_dropout(x, drop, keys), lambda x: textbook.dropout(x, keep, drop), x)
 
 

@@ -173,7 +173,7 @@ def test_a_strict_network_in_training_equals_the_textbook_block_by_block():
         if block.alignment is not None:
             parts |= {"w1": block.alignment.w1.weight, "w2": block.alignment.w2.weight}
         side = [n // 2 if block.pool else n for n in x.shape[2:]]
-        keep = keep_mask(make_keys(keys, block.index), block.conv.out_channels * side[0] * side[1], 0.3)
+        keep = keep_mask(make_keys(keys, block.index), (block.conv.out_channels, *side), 0.3).flatten(1)
         parts = {name: value.detach() for name, value in parts.items()}
         wanted, wanted_logits = reference_block(x, parts, block.pool, keep, 0.3, scales[block.index])
         x, (logits,) = unit.train()(x, keys)

@@ -49,7 +49,7 @@ def launch_tail(
     dropped = drop > 0.0
     assert keys is not None or not dropped, "dropout needs keys"
     table = f if keys is None else keys
-    threshold, gain = round(drop * (1 << 24)), 1.0 / (1.0 - drop)
+    threshold, gain = round(drop * (1 << 16)), 1.0 / (1.0 - drop)
     shape = {"C": C, "H": H, "W": W, "POOL": pool, "DROP": dropped, "NORM": stats is not None, "BC": BC}
     inputs = (f, f if stats is None else stats, table, index, threshold, gain)
     PB = next_power(pixels)

@@ -7,8 +7,6 @@ A tile is PB pixels of the (pooled) map times all channels, padded to BC. f and 
 import triton
 import triton.language as tl
 
-from bicovg.kernels.norm_triton import activate
-
 
 @triton.jit
 def mix(x: tl.tensor) -> tl.tensor:
@@ -29,24 +27,41 @@ def block_key(key: tl.tensor, index: tl.tensor) -> tl.tensor:
 def keep_elements(
     key: tl.tensor, pixel: tl.tensor, c: tl.tensor, threshold: tl.tensor, PIXELS: tl.constexpr
 ) -> tl.tensor:
-    """``bicovg.draws.keep_mask``: hash of the sample's key and the element's index in (C, H, W) order."""
-    x = c[None, :] * PIXELS + pixel[:, None] + key
+    """``bicovg.draws.keep_mask``: channels 2 i and 2 i + 1 share a hash, which a thread that holds both makes once."""
+    x = (c >> 1)[None, :] * PIXELS + pixel[:, None] + key
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x7FEB352D
     x = x ^ ((x >> 15) & 0x1FFFF)
     x = x * -2073254261
-    return ((x >> 8) & 0xFFFFFF) >= threshold
+    x = x ^ ((x >> 16) & 0xFFFF)
+    return ((x >> (16 - (c & 1) * 16)[None, :]) & 0xFFFF) >= threshold
 
 
 @triton.jit
-def load_square(
-    at: tl.tensor, stats: tl.tensor, c: tl.tensor, ok: tl.tensor, C: tl.constexpr, NORM: tl.constexpr, BC: tl.constexpr
+def load_tile(at: tl.tensor, ok: tl.tensor, FULL: tl.constexpr) -> tl.tensor:
+    """float32; 0 where not ``ok``, which is not asked of a tile that is ``FULL``."""
+    if FULL:
+        return tl.load(at).to(tl.float32)
+    else:  # noqa: RET505  (Triton compiles only the branch taken when both are written out)
+        return tl.load(at, mask=ok, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_active(
+    at: tl.tensor,
+    scale: tl.tensor,
+    shift: tl.tensor,
+    ok: tl.tensor,
+    NORM: tl.constexpr,
+    FULL: tl.constexpr,
 ) -> tl.tensor:
-    """Squares of one pixel of each pooling window."""
-    x = tl.load(at, mask=ok, other=0.0)
+    """f in float32, made from y where NORM; 0 outside the tile."""
+    x = load_tile(at, ok, FULL)
     if NORM:
-        x = activate(x, stats, c, ok, C, BC)
-    return x.to(tl.float32) * x.to(tl.float32)
+        x = tl.maximum(x * scale[None, :] + shift[None, :], 0.0)
+        if not FULL:
+            x = tl.where(ok, x, 0.0)
+    return x
 
 
 @triton.jit
@@ -66,29 +81,40 @@ def load_values(
     POOL: tl.constexpr,
     DROP: tl.constexpr,
     NORM: tl.constexpr,
+    PB: tl.constexpr,
     BC: tl.constexpr,
 ) -> tl.tensor:
-    """float32 tile after pool and dropout; elements outside the map or the channels are 0."""
+    """float32 tile after pool and dropout; elements outside the map or the channels are 0. ``gain`` is 1 or above."""
     PH: tl.constexpr = H // 2 if POOL else H
     PW: tl.constexpr = W // 2 if POOL else W
+    FULL: tl.constexpr = (PH * PW) % PB == 0 and C == BC
     ok = (pixel < PH * PW)[:, None] & (c < C)[None, :]
+    scale = c.to(tl.float32)
+    shift = scale
+    if NORM:
+        scale = tl.load(stats + 2 * C + c, mask=c < C, other=0.0)
+        shift = tl.load(stats + 3 * C + c, mask=c < C, other=0.0)
     if POOL:
         corner = (b.to(tl.int64) * H + pixel // PW * 2) * W + pixel % PW * 2
         at = f + corner[:, None] * C + c[None, :]
-        mean = load_square(at, stats, c, ok, C, NORM, BC)
-        mean += load_square(at + C, stats, c, ok, C, NORM, BC)
-        mean += load_square(at + W * C, stats, c, ok, C, NORM, BC)
-        mean += load_square(at + (W + 1) * C, stats, c, ok, C, NORM, BC)
-        value = tl.sqrt(mean * 0.25)
+        x = load_active(at, scale, shift, ok, NORM, FULL)
+        mean = x * x
+        x = load_active(at + C, scale, shift, ok, NORM, FULL)
+        mean += x * x
+        x = load_active(at + W * C, scale, shift, ok, NORM, FULL)
+        mean += x * x
+        x = load_active(at + (W + 1) * C, scale, shift, ok, NORM, FULL)
+        mean += x * x
+        value = tl.sqrt(mean * (0.25 * gain * gain))
     else:
         at = f + (b.to(tl.int64) * (H * W) + pixel)[:, None] * C + c[None, :]
-        x = tl.load(at, mask=ok, other=0.0)
-        if NORM:
-            x = activate(x, stats, c, ok, C, BC)
-        value = x.to(tl.float32)
+        if NORM:  # ReLU lets a positive factor through, so the gain goes with the few scales
+            value = load_active(at, scale * gain, shift * gain, ok, NORM, FULL)
+        else:
+            value = load_tile(at, ok, FULL) * gain
     if DROP:
         keep = keep_elements(block_key(tl.load(keys + b), index), pixel, c, threshold, PH * PW)
-        value = tl.where(keep, value * gain, 0.0)
+        value = tl.where(keep, value, 0.0)
     return value
 
 
@@ -117,9 +143,9 @@ def whole_kernel(
     b = tl.program_id(0)
     pixel = tl.arange(0, PB)
     c = tl.arange(0, BC)
-    value = load_values(f, stats, keys, index, b, pixel, c, threshold, gain, C, H, W, POOL, DROP, NORM, BC)
-    root = tl.sqrt(tl.sum(tl.sum(value * value, axis=0), axis=0) / (C * PIXELS))
-    value = value / (root + eps)
+    value = load_values(f, stats, keys, index, b, pixel, c, threshold, gain, C, H, W, POOL, DROP, NORM, PB, BC)
+    root = tl.sqrt(tl.sum(value * value) / (C * PIXELS))
+    value = value * (1.0 / (root + eps))
     tl.store(rms + b, root)
     at = h + (b.to(tl.int64) * PIXELS + pixel)[:, None] * C + c[None, :]
     tl.store(at, value.to(h.dtype.element_ty), mask=(pixel < PIXELS)[:, None] & (c < C)[None, :])
@@ -149,8 +175,8 @@ def square_kernel(
     b = tl.program_id(0)
     pixel = tl.program_id(1) * PB + tl.arange(0, PB)
     c = tl.arange(0, BC)
-    value = load_values(f, stats, keys, index, b, pixel, c, threshold, gain, C, H, W, POOL, DROP, NORM, BC)
-    square = tl.sum(tl.sum(value * value, axis=0), axis=0)
+    value = load_values(f, stats, keys, index, b, pixel, c, threshold, gain, C, H, W, POOL, DROP, NORM, PB, BC)
+    square = tl.sum(value * value)
     tl.store(part + b * tl.num_programs(1) + tl.program_id(1), square)
     if POOL:
         at = h + (b.to(tl.int64) * PIXELS + pixel)[:, None] * C + c[None, :]
@@ -195,6 +221,6 @@ def normalise_kernel(
     if POOL:
         value = tl.load(at, mask=ok, other=0.0).to(tl.float32)
     else:
-        value = load_values(f, stats, keys, index, b, pixel, c, threshold, gain, C, H, W, POOL, DROP, NORM, BC)
-    value = value / (root + eps)
+        value = load_values(f, stats, keys, index, b, pixel, c, threshold, gain, C, H, W, POOL, DROP, NORM, PB, BC)
+    value = value * (1.0 / (root + eps))
     tl.store(at, value.to(h.dtype.element_ty), mask=ok)

@@ -23,9 +23,9 @@ FORWARD = [
     Tile(128, 128, 8, 1), Tile(16, 128, 4, 3), Tile(16, 256, 4, 2),
 ]  # fmt: skip
 SUMS = [
-    Tile(32, 64, 4, 1, 4), Tile(32, 64, 4, 1, 8), Tile(32, 64, 4, 3, 4), Tile(32, 64, 2, 3, 6), Tile(32, 128, 4, 1, 4),
-    Tile(32, 128, 4, 3, 3), Tile(64, 64, 4, 1, 4), Tile(64, 64, 8, 1, 3), Tile(64, 128, 8, 1, 2), Tile(32, 32, 2, 3, 8),
-    Tile(16, 128, 4, 1, 4),
+    Tile(32, 64, 4, 3, 4), Tile(32, 64, 4, 3, 6), Tile(32, 64, 4, 1, 6), Tile(64, 64, 4, 1, 4), Tile(64, 64, 4, 3, 3),
+    Tile(64, 64, 4, 2, 4), Tile(64, 64, 8, 1, 3), Tile(64, 128, 8, 1, 2), Tile(32, 128, 4, 3, 3),
+    Tile(32, 128, 8, 3, 3), Tile(32, 128, 8, 1, 2), Tile(32, 32, 2, 3, 8), Tile(64, 32, 2, 1, 8),
 ]  # fmt: skip
 GRADIENT = [
     Tile(32, 64, 4, 3, 4), Tile(32, 64, 4, 2, 8), Tile(32, 128, 4, 3, 4), Tile(32, 128, 4, 2, 4),
@@ -116,7 +116,13 @@ def measure(trial: Trial, cases: list[Case]) -> float:
     scales = trial.block.scales
     casts = [case.weight.bfloat16() for case in cases]
     slopes = [kernels.launch_slopes(case.grad, case.y, case.weight.shape[0], scales) for case in cases]
-    sums = [kernels.launch_sums(s, c.y, w, c.p, c.stats, scales) for s, c, w in zip(slopes, cases, casts, strict=True)]
+    scaled = [torch.empty_like(case.p) for case in cases]
+    for case, slope, q in zip(cases, slopes, scaled, strict=True):
+        kernels.launch_scaling(q, case.p, case.y, slope, scales)
+    sums = [
+        kernels.launch_sums(s, c.y, w, q, c.stats, scales)
+        for s, c, w, q in zip(slopes, cases, casts, scaled, strict=True)
+    ]
     gradients = [torch.empty_like(case.y) for case in cases]
 
     def run(i: int) -> Any:
@@ -125,8 +131,8 @@ def measure(trial: Trial, cases: list[Case]) -> float:
             g, _ = forward_outputs(y, weight, scales, keep=False)
             return launch_forward(g, p, y, casts[i], scales, stats)
         if trial.kernel == "sums":
-            return kernels.launch_sums(slopes[i], y, casts[i], p, stats, scales)
-        return kernels.launch_gradient(gradients[i], slopes[i], sums[i], y, casts[i], p, stats, scales)
+            return kernels.launch_sums(slopes[i], y, casts[i], scaled[i], stats, scales)
+        return kernels.launch_gradient(gradients[i], slopes[i], sums[i], y, casts[i], scaled[i], stats, scales)
 
     return microseconds(run, len(cases), 0.01)
 

@@ -7,10 +7,10 @@ f is never stored: every kernel reads y and makes ``f = relu(batch norm(y))`` on
 
 The second pass needs the sums of dz, the gradient at batch norm's output, which the first does not compute: where f
 is on it is linear in y, so two small matrix sums, q against on and q against on * y, carry dW and, through W, both
-sums of dz (``finish_kernel``). No pass stores dz.
+sums of dz (``finish_kernel``). No pass stores dz. q, p times its slopes, takes p's place before both.
 
-``block_statistics`` and ``block_goodness`` together equal ``bicovg(relu(batch_norm(y)))`` with f rounded once to y's
-dtype. The gradient flows through the batch statistics too; there is no double backward.
+``block_statistics`` and ``block_goodness`` together equal ``bicovg(relu(batch_norm(y)))`` with f in float32, rounded to
+y's dtype where it meets W. The gradient flows through the batch statistics too; there is no double backward.
 """
 
 import math
@@ -21,11 +21,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from bicovg.kernels.goodness import MOST_PROJECTIONS, forward_outputs, fused_available, launch_forward, scale_pair
-from bicovg.kernels.tiles import Grid, Tile, cut_batch, device_guard, gradient_tile, next_power, sums_tile
+from bicovg.kernels.goodness import (
+    MOST_PROJECTIONS,
+    forward_outputs,
+    fused_available,
+    launch_forward,
+    scale_pair,
+)
+from bicovg.kernels.tiles import cut_batch, device_guard, gradient_tile, next_power, sums_tile
 
 MOMENT_TILE = (32, 128)  # rows, channels
 MOST_PARTS = 264
+SCALED = 4096  # elements of p a program
 
 
 def fuses_block(y: Tensor, weight: Tensor | None, scales: tuple[int, ...]) -> bool:
@@ -90,7 +97,7 @@ def _(
     "bicovg::block_goodness",
     mutates_args=(),
     schema="(Tensor y, Tensor stats, Tensor gamma, Tensor beta, Tensor? weight, Tensor? cast, int[] scales, "
-    "bool overwrite) -> (Tensor, Tensor)",
+    "bool keep, bool overwrite) -> (Tensor, Tensor)",
 )
 def block_goodness_op(
     y: Tensor,
@@ -100,10 +107,11 @@ def block_goodness_op(
     weight: Tensor | None,
     cast: Tensor | None,
     scales: Sequence[int],
+    keep: bool,
     overwrite: bool,
 ) -> tuple[Tensor, Tensor]:
-    """g (float32) and p; ``cast`` is ``weight`` in y's dtype."""
-    g, p = forward_outputs(y, weight, scales, keep=True, always=True)
+    """g (float32) and p, which is empty unless ``keep``; ``cast`` is ``weight`` in y's dtype."""
+    g, p = forward_outputs(y, weight, scales, keep, always=True)
     launch_forward(g, p, y.contiguous(memory_format=torch.channels_last), cast, scales, stats)
     return g, p
 
@@ -117,9 +125,10 @@ def _(
     weight: Tensor | None,
     cast: Tensor | None,
     scales: Sequence[int],
+    keep: bool,
     overwrite: bool,
 ) -> tuple[Tensor, Tensor]:
-    return forward_outputs(y, weight, scales, keep=True, always=True)
+    return forward_outputs(y, weight, scales, keep, always=True)
 
 
 @torch.library.custom_op(
@@ -132,32 +141,44 @@ def block_goodness_backward_op(
 ) -> tuple[Tensor, Tensor]:
     """dy (channels_last), and (N + 2, C) float32: dW, dbeta, dgamma."""
     y = y.contiguous(memory_format=torch.channels_last)
-    slopes = launch_slopes(grad.contiguous(), y, 0 if cast is None else cast.shape[0], scales)
-    sums = launch_sums(slopes, y, cast, p, stats, scales)
     dy = torch.empty_like(y)
-    launch_gradient(dy, slopes, sums, y, cast, p, stats, scales)
-    return dy, sums
+    return dy, differentiate_into(dy, torch.empty_like(p), grad, y, stats, cast, p, scales)
 
 
 @torch.library.custom_op(
     "bicovg::block_goodness_backward_",
-    mutates_args=("y",),
-    schema="(Tensor grad, Tensor(a!) y, Tensor stats, Tensor? cast, Tensor p, int[] scales) -> Tensor",
+    mutates_args=("y", "p"),
+    schema="(Tensor grad, Tensor(a!) y, Tensor stats, Tensor? cast, Tensor(b!) p, int[] scales) -> Tensor",
 )
 def block_goodness_backward_in_place_op(
     grad: Tensor, y: Tensor, stats: Tensor, cast: Tensor | None, p: Tensor, scales: Sequence[int]
 ) -> Tensor:
-    """The same with dy in y's place; y channels_last. Each program writes only what it alone has read."""
-    slopes = launch_slopes(grad.contiguous(), y, 0 if cast is None else cast.shape[0], scales)
-    sums = launch_sums(slopes, y, cast, p, stats, scales)
-    launch_gradient(y, slopes, sums, y, cast, p, stats, scales)
-    return sums
+    """The same with dy in y's place and q in p's; y channels_last. A program writes only what it alone has read."""
+    return differentiate_into(y, p, grad, y, stats, cast, p, scales)
 
 
 @block_goodness_backward_in_place_op.register_fake
 def _(grad: Tensor, y: Tensor, stats: Tensor, cast: Tensor | None, p: Tensor, scales: Sequence[int]) -> Tensor:
     N = 0 if cast is None else cast.shape[0]
     return y.new_empty((N + 2, y.shape[1]), dtype=torch.float32)
+
+
+def differentiate_into(
+    dy: Tensor,
+    q: Tensor,
+    grad: Tensor,
+    y: Tensor,
+    stats: Tensor,
+    cast: Tensor | None,
+    p: Tensor,
+    scales: Sequence[int],
+) -> Tensor:
+    """Fill dy, which may be y, and q, which may be p; returns (N + 2, C) float32: dW, dbeta, dgamma."""
+    slopes = launch_slopes(grad.contiguous(), y, 0 if cast is None else cast.shape[0], scales)
+    launch_scaling(q, p, y, slopes, scales)
+    sums = launch_sums(slopes, y, cast, q, stats, scales)
+    launch_gradient(dy, slopes, sums, y, cast, q, stats, scales)
+    return sums
 
 
 def launch_slopes(grad: Tensor, y: Tensor, N: int, scales: Sequence[int]) -> Tensor:
@@ -174,37 +195,49 @@ def launch_slopes(grad: Tensor, y: Tensor, N: int, scales: Sequence[int]) -> Ten
     return slopes
 
 
-def cut_work(y: Tensor, N: int, scales: Sequence[int], tile: Tile) -> tuple[Grid, int, dict[str, int]]:
-    """Geometry, workers per block of channels, and the constants both backward kernels share."""
-    B, C, H, W = y.shape
-    cut = cut_batch(B, H, W, scales, tile.pixels, whole=False)
-    block = min(tile.channels, max(16, next_power(C)))
-    chunks = math.ceil(C / block)
+def launch_scaling(q: Tensor, p: Tensor, y: Tensor, slopes: Tensor, scales: Sequence[int]) -> None:
+    """Fill q, which may be p: p times the slopes of the energies of p."""
+    from bicovg.kernels.block_backward_triton import scale_kernel
+
+    (_, C, H, W), (rows, N) = y.shape, p.shape
+    if not rows:
+        return
+    NP = max(16, next_power(N))
+    BR = max(1, SCALED // NP)
+    with device_guard(y):
+        scale_kernel[(math.ceil(rows / BR),)](
+            q, p, slopes, rows, C=C, N=N, H=H, W=W, L=math.lcm(*scales), BR=BR, NP=NP, num_warps=4
+        )
+
+
+def count_workers(y: Tensor, pieces: int, chunks: int, per_sm: int) -> int:
+    """Programs for each of the ``chunks`` blocks of channels, to share ``pieces`` of work."""
     sms = torch.cuda.get_device_properties(y.device).multi_processor_count if y.is_cuda else 2
-    workers = max(1, min(cut.tiles, tile.per_sm * sms // chunks))
-    shape = {"C": C, "N": N, "H": H, "W": W, "L": cut.L, "T": cut.T, "G": cut.G, "Q": cut.Q, "BC": block}
-    return cut, workers, shape | {"NP": max(16, next_power(N)) if N else 16}
+    return max(1, min(pieces, per_sm * sms // chunks))
 
 
 def launch_sums(
-    slopes: Tensor, y: Tensor, cast: Tensor | None, p: Tensor, stats: Tensor, scales: Sequence[int]
+    slopes: Tensor, y: Tensor, cast: Tensor | None, q: Tensor, stats: Tensor, scales: Sequence[int]
 ) -> Tensor:
     """(N + 2, C) float32: dW, dbeta, dgamma."""
     from bicovg.kernels.block_backward_triton import finish_kernel, sums_kernel
 
-    B, C, H, _ = y.shape
+    B, C, H, W = y.shape
     N = 0 if cast is None else cast.shape[0]
     tile = sums_tile(C, N, H, y.dtype)
-    cut, workers, shape = cut_work(y, N, scales, tile)
+    BC, NP = min(tile.channels, max(16, next_power(C))), max(16, next_power(N)) if N else 16
+    rows = B * H * W
+    chunks = math.ceil(C / BC)
+    workers = count_workers(y, math.ceil(rows / tile.pixels), chunks, tile.per_sm)
     part = torch.empty((workers, 2 * N + 2, C), dtype=torch.float32, device=y.device)
     sums = torch.empty((N + 2, C), dtype=torch.float32, device=y.device)
     with device_guard(y):
-        sums_kernel[(math.ceil(C / shape["BC"]), workers)](
-            part, y, p, slopes, stats, B, cut.tiles, **shape, PRECISION="ieee", STAGES=tile.stages,
-            num_warps=tile.warps, maxnreg=tile.registers,
+        sums_kernel[(chunks, workers)](
+            part, y, q, slopes, stats, rows, C=C, N=N, H=H, W=W, L=math.lcm(*scales), BR=tile.pixels, BC=BC, NP=NP,
+            PRECISION="ieee", STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers,
         )  # fmt: skip
         finish_kernel[(math.ceil(C / 16),)](
-            sums, part.sum(dim=0), y if cast is None else cast, stats, C=C, N=N, BC=16, NP=shape["NP"], num_warps=4
+            sums, part.sum(dim=0), y if cast is None else cast, stats, C=C, N=N, BC=16, NP=NP, num_warps=4
         )
     return sums
 
@@ -215,7 +248,7 @@ def launch_gradient(
     sums: Tensor,
     y: Tensor,
     cast: Tensor | None,
-    p: Tensor,
+    q: Tensor,
     stats: Tensor,
     scales: Sequence[int],
 ) -> None:
@@ -225,11 +258,15 @@ def launch_gradient(
     B, C, H, W = y.shape
     N = 0 if cast is None else cast.shape[0]
     tile = gradient_tile(C, N, H, y.dtype)
-    cut, workers, shape = cut_work(y, N, scales, tile)
+    cut = cut_batch(B, H, W, scales, tile.pixels, whole=False)
+    BC = min(tile.channels, max(16, next_power(C)))
+    chunks = math.ceil(C / BC)
+    workers = count_workers(y, cut.tiles, chunks, tile.per_sm)
     with device_guard(y):
-        gradient_kernel[(math.ceil(C / shape["BC"]), workers)](
-            dy, y, p, y if cast is None else cast, slopes, stats, sums, B, cut.tiles, B * H * W, **shape,
-            PRECISION="ieee", STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers,
+        gradient_kernel[(chunks, workers)](
+            dy, y, q, y if cast is None else cast, slopes, stats, sums, B, cut.tiles, B * H * W, C=C, N=N, H=H, W=W,
+            L=cut.L, T=cut.T, G=cut.G, Q=cut.Q, BC=BC, NP=max(16, next_power(N)) if N else 16, PRECISION="ieee",
+            STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers,
         )  # fmt: skip
 
 
@@ -243,21 +280,21 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    y, stats, _, _, weight, cast, scales, overwrite = inputs
+    y, stats, _, _, weight, cast, scales, _, overwrite = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(y, stats, cast, output[1])
     ctx.scales, ctx.has_weight = scales, weight is not None
     ctx.overwrite = overwrite and y.is_contiguous(memory_format=torch.channels_last)
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     y, stats, cast, p = ctx.saved_tensors
     if ctx.overwrite:
         dy = y.detach()
-        sums = torch.ops.bicovg.block_goodness_backward_(grad, dy, stats, cast, p, ctx.scales)
+        sums = torch.ops.bicovg.block_goodness_backward_(grad, dy, stats, cast, p.detach(), ctx.scales)
     else:
         dy, sums = torch.ops.bicovg.block_goodness_backward(grad, y, stats, cast, p, ctx.scales)
-    return dy, None, sums[-1], sums[-2], sums[:-2] if ctx.has_weight else None, None, None, None
+    return dy, None, sums[-1], sums[-2], sums[:-2] if ctx.has_weight else None, *[None] * 4
 
 
 block_goodness_op.register_autograd(_differentiate, setup_context=_save)
@@ -299,6 +336,6 @@ def block_goodness(
     cast = shadow if shadow is not None or weight is None else weight.detach().to(y.dtype)
     overwrite = overwrite and not torch.compiler.is_compiling()
     g: Tensor = torch.ops.bicovg.block_goodness(
-        y, stats, norm.weight, norm.bias, weight, cast, list(scales), overwrite
+        y, stats, norm.weight, norm.bias, weight, cast, list(scales), torch.is_grad_enabled(), overwrite
     )[0]
     return g

@@ -58,7 +58,7 @@ def scale_tile(
 ) -> tl.tensor:
     """A tile (G * Q, BC) times the slopes of its atoms, float32; columns k up to ``last``."""
     mask = (slot < slots)[:, None] & (k < last)[None, :]
-    slope = tl.load(slopes + slot.to(tl.int64)[:, None] * K + k[None, :], mask=mask, other=0.0)
+    slope = tl.load(slopes + (slot[:, None] * K + k[None, :]), mask=mask, other=0.0)
     if G == 1:
         return x.to(tl.float32) * slope
     else:  # noqa: RET505
@@ -66,57 +66,91 @@ def scale_tile(
 
 
 @triton.jit
-def sums_kernel(
-    part: tl.tensor,
-    y: tl.tensor,
+def find_slopes(r: tl.tensor, H: tl.constexpr, W: tl.constexpr, L: tl.constexpr) -> tl.tensor:
+    """The row of ``slopes`` that each pixel r of the (B, H, W) belongs to."""
+    # The atom of a map's row: the last one whose edge, floor(i * H / L), is not behind it.
+    i = ((r // W % H + 1) * L - 1) // H
+    j = ((r % W + 1) * L - 1) // W
+    return (r // (H * W) * L + i) * L + j
+
+
+@triton.jit
+def scale_kernel(
+    q: tl.tensor,
     p: tl.tensor,
     slopes: tl.tensor,
-    stats: tl.tensor,
-    batch: tl.tensor,
-    tiles: tl.tensor,
+    rows: tl.tensor,
     C: tl.constexpr,
     N: tl.constexpr,
     H: tl.constexpr,
     W: tl.constexpr,
     L: tl.constexpr,
-    T: tl.constexpr,
-    G: tl.constexpr,
-    Q: tl.constexpr,
+    BR: tl.constexpr,
+    NP: tl.constexpr,
+) -> None:
+    """q = A' p for BR pixels; q may be p."""
+    r = tl.program_id(0) * BR + tl.arange(0, BR)
+    n = tl.arange(0, NP)
+    mask = tile_mask(r < rows, n, N, NP)
+    at = slopes + (find_slopes(r, H, W, L)[:, None] * (C + N) + C + n[None, :])
+    x = tl.load(p + r.to(tl.int64)[:, None] * N + n[None, :], mask=mask, other=0.0).to(tl.float32)
+    x *= tl.load(at, mask=mask, other=0.0)
+    tl.store(q + r.to(tl.int64)[:, None] * N + n[None, :], x.to(q.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sums_kernel(
+    part: tl.tensor,
+    y: tl.tensor,
+    q: tl.tensor,
+    slopes: tl.tensor,
+    stats: tl.tensor,
+    rows: tl.tensor,
+    C: tl.constexpr,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    BR: tl.constexpr,
     BC: tl.constexpr,
     NP: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """A worker's sums over pixels for one block of channels: q on^T, q (on y)^T, and A f, A f xhat."""
+    """A worker's sums over pixels for one block of channels: q on^T, q (on y)^T, and A f, A f y."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     n = tl.arange(0, NP)
-    K: tl.constexpr = C + N
     ok_c = c < C
-    mean = tl.load(stats + c, mask=ok_c, other=0.0)
-    rstd = tl.load(stats + C + c, mask=ok_c, other=0.0)
     scale = tl.load(stats + 2 * C + c, mask=ok_c, other=0.0)
     shift = tl.load(stats + 3 * C + c, mask=ok_c, other=0.0)
-    first = tl.zeros([G * Q, BC], dtype=tl.float32)
-    second = tl.zeros([G * Q, BC], dtype=tl.float32)
+    first = tl.zeros([16, BC], dtype=tl.float32)
+    second = tl.zeros([16, BC], dtype=tl.float32)
     if N > 0:
         count = tl.zeros([NP, BC], dtype=tl.float32)
         moment = tl.zeros([NP, BC], dtype=tl.float32)
-    for tile in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=STAGES):
-        slot = tile // T * G + tl.arange(0, G)
-        pixel, ok = find_pixels(tile // T, tile % T, batch, H, W, L, L * L, G, Q)
+    row = tl.arange(0, BR)
+    begin = tl.program_id(1) * BR
+    stride = tl.num_programs(1) * BR
+    y += begin.to(tl.int64) * C  # moved along, so that what is added within the loop fits 32 bits
+    q += begin.to(tl.int64) * N
+    for r0 in tl.range(begin, rows, stride, num_stages=STAGES):
+        ok = row < rows - r0
         mask = tile_mask(ok, c, C, BC)
-        x = tl.load(y + pixel[:, None] * C + c[None, :], mask=mask, other=0.0)
+        x = tl.load(y + (row[:, None] * C + c[None, :]), mask=mask, other=0.0)
+        at = slopes + (find_slopes(r0 + row, H, W, L)[:, None] * (C + N) + c[None, :])
+        slope = tl.load(at, mask=mask, other=0.0)  # 0 in rows that do not exist, as is q: what is on there is no matter
         wide = x.to(tl.float32)
         z = wide * scale[None, :] + shift[None, :]
-        on = (z > 0.0) & mask
-        a = scale_tile(tl.where(on, z, 0.0), slopes, slot, batch * (L * L), c, C, K, G, Q, BC)
-        first += a
-        second += a * ((wide - mean[None, :]) * rstd[None, :])
+        a = tl.maximum(z, 0.0) * slope
+        first += tl.sum(tl.reshape(a, [BR // 16, 16, BC]), axis=0)
+        second += tl.sum(tl.reshape(a * wide, [BR // 16, 16, BC]), axis=0)
         if N > 0:
-            proj = tl.load(p + pixel[:, None] * N + n[None, :], mask=tile_mask(ok, n, N, NP), other=0.0)
-            q = tl.trans(scale_tile(proj, slopes, slot, batch * (L * L), C + n, K, K, G, Q, NP).to(x.dtype))
-            count = tl.dot(q, on.to(x.dtype), count, input_precision=PRECISION)
-            moment = tl.dot(q, tl.where(on, x, 0.0).to(x.dtype), moment, input_precision=PRECISION)
+            at = q + (row[:, None] * N + n[None, :])
+            scaled = tl.trans(tl.load(at, mask=tile_mask(ok, n, N, NP), other=0.0))
+            count = tl.dot(scaled, tl.where(z > 0.0, 1.0, 0.0).to(x.dtype), count, input_precision=PRECISION)
+            moment = tl.dot(scaled, tl.where(z > 0.0, x, 0.0).to(x.dtype), moment, input_precision=PRECISION)
+        y += stride * C
+        q += stride * N
     own = part + tl.program_id(1).to(tl.int64) * ((2 * N + 2) * C)
     if N > 0:
         at = own + n[:, None] * C + c[None, :]
@@ -147,6 +181,8 @@ def finish_kernel(
     ok = c < C
     first = tl.load(total + 2 * N * C + c, mask=ok, other=0.0)
     second = tl.load(total + (2 * N + 1) * C + c, mask=ok, other=0.0)
+    mean = tl.load(stats + c, mask=ok, other=0.0)
+    rstd = tl.load(stats + C + c, mask=ok, other=0.0)
     if N > 0:
         keep = (n < N)[:, None] & ok[None, :]
         at = n[:, None] * C + c[None, :]
@@ -156,10 +192,9 @@ def finish_kernel(
         shift = tl.load(stats + 3 * C + c, mask=ok, other=0.0)
         tl.store(sums + at, scale[None, :] * moment + shift[None, :] * count, mask=keep)
         weight = tl.load(w + at, mask=keep, other=0.0).to(tl.float32)
-        mean = tl.load(stats + c, mask=ok, other=0.0)
-        rstd = tl.load(stats + C + c, mask=ok, other=0.0)
         first += tl.sum(weight * count, axis=0)
-        second += rstd * tl.sum(weight * (moment - mean[None, :] * count), axis=0)
+        second += tl.sum(weight * moment, axis=0)
+    second = rstd * (second - mean * first)
     tl.store(sums + N * C + c, first, mask=ok)
     tl.store(sums + (N + 1) * C + c, second, mask=ok)
 
@@ -168,7 +203,7 @@ def finish_kernel(
 def gradient_kernel(
     dy: tl.tensor,
     y: tl.tensor,
-    p: tl.tensor,
+    q: tl.tensor,
     w: tl.tensor,
     slopes: tl.tensor,
     stats: tl.tensor,
@@ -192,7 +227,6 @@ def gradient_kernel(
     """dy = scale * (dz - mean(dz) - xhat * mean(dz * xhat)) for one block of channels; W stays on the chip."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     n = tl.arange(0, NP)
-    K: tl.constexpr = C + N
     ok_c = c < C
     mean = tl.load(stats + c, mask=ok_c, other=0.0)
     rstd = tl.load(stats + C + c, mask=ok_c, other=0.0)
@@ -200,21 +234,25 @@ def gradient_kernel(
     shift = tl.load(stats + 3 * C + c, mask=ok_c, other=0.0)
     first = tl.load(sums + N * C + c, mask=ok_c, other=0.0) / rows
     slope_y = tl.load(sums + (N + 1) * C + c, mask=ok_c, other=0.0) / rows * rstd
-    offset = first - slope_y * mean  # mean(dz) + xhat * mean(dz xhat) = offset + slope_y * y
+    # mean(dz) + xhat * mean(dz xhat) is linear in y: everything but the part of dz in dy = base + scale * dz
+    base_y = -scale * slope_y
+    base_1 = -scale * (first - slope_y * mean)
     if N > 0:
         weight = tl.load(w + n[:, None] * C + c[None, :], mask=tile_mask(n < N, c, C, BC), other=0.0)
     for tile in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=STAGES):
         slot = tile // T * G + tl.arange(0, G)
-        pixel, ok = find_pixels(tile // T, tile % T, batch, H, W, L, L * L, G, Q)
+        start, pixel, ok = find_pixels(tile // T, tile % T, batch, H, W, L, L * L, G, Q)
         mask = tile_mask(ok, c, C, BC)
-        x = tl.load(y + pixel[:, None] * C + c[None, :], mask=mask, other=0.0)
+        x = tl.load(y + start * C + (pixel[:, None] * C + c[None, :]), mask=mask)
         wide = x.to(tl.float32)
         z = wide * scale[None, :] + shift[None, :]
-        d = scale_tile(z, slopes, slot, batch * (L * L), c, C, K, G, Q, BC)
+        d = scale_tile(z, slopes, slot, batch * (L * L), c, C, C + N, G, Q, BC)
         if N > 0:
-            proj = tl.load(p + pixel[:, None] * N + n[None, :], mask=tile_mask(ok, n, N, NP), other=0.0)
-            q = scale_tile(proj, slopes, slot, batch * (L * L), C + n, K, K, G, Q, NP).to(x.dtype)
+            at = q + start * N + (pixel[:, None] * N + n[None, :])
+            scaled = tl.load(at, mask=tile_mask(ok, n, N, NP), other=0.0)
             # rounded first, so that it changes registers at half the cost
-            d += tl.dot(q, weight, input_precision=PRECISION).to(x.dtype).to(tl.float32)
-        d = tl.where(z > 0.0, d, 0.0) - offset[None, :] - slope_y[None, :] * wide
-        tl.store(dy + pixel[:, None] * C + c[None, :], (scale[None, :] * d).to(dy.dtype.element_ty), mask=mask)
+            d += tl.dot(scaled, weight, input_precision=PRECISION).to(x.dtype).to(tl.float32)
+        base = wide * base_y[None, :] + base_1[None, :]
+        d = tl.where(z > 0.0, base + scale[None, :] * d, base)
+        at = dy + start * C + (pixel[:, None] * C + c[None, :])
+        tl.store(at, d.to(dy.dtype.element_ty), mask=mask)

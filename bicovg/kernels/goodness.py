@@ -50,7 +50,12 @@ def scale_pair(scales: Sequence[int]) -> tuple[int, int]:
 
 
 def launch_forward(
-    g: Tensor, p: Tensor, f: Tensor, weight: Tensor | None, scales: Sequence[int], stats: Tensor | None = None
+    g: Tensor,
+    p: Tensor,
+    f: Tensor,
+    weight: Tensor | None,
+    scales: Sequence[int],
+    stats: Tensor | None = None,
 ) -> None:
     """Fill g (B, D), and p (B * H * W, N) unless it is empty; f channels_last, weight of f's dtype.
 

@@ -81,13 +81,14 @@ def backward_kernel(
         dw = tl.zeros([BC, NP], dtype=tl.float32)
     for tile in tl.range(tl.program_id(1), tiles, workers, num_stages=STAGES):
         slot = tile // T * G + tl.arange(0, G)
-        pixel, ok = find_pixels(tile // T, tile % T, batch, H, W, L, L * L, G, Q)
+        start, pixel, ok = find_pixels(tile // T, tile % T, batch, H, W, L, L * L, G, Q)
         mask = tile_mask(ok, c, C, BC)
-        x = tl.load(f + pixel[:, None] * C + c[None, :], mask=mask, other=0.0)
+        x = tl.load(f + start * C + (pixel[:, None] * C + c[None, :]), mask=mask, other=0.0)
         slope_f = load_slopes(grad, c, c < C, slot, batch, K, H, W, L, S1, S2)
         if N > 0:
             if KEPT:
-                proj = tl.load(p + pixel[:, None] * N + n[None, :], mask=tile_mask(ok, n, N, NP), other=0.0)
+                at = p + start * N + (pixel[:, None] * N + n[None, :])
+                proj = tl.load(at, mask=tile_mask(ok, n, N, NP), other=0.0)
             else:
                 proj = tl.dot(x, tl.trans(weight), input_precision=PRECISION)
             slope = load_slopes(grad, C + n, n < N, slot, batch, K, H, W, L, S1, S2)
@@ -98,7 +99,7 @@ def backward_kernel(
             d = scale_rows(x, slope_f, G, Q, BC)
         if MASK:
             d = tl.where(x == 0.0, 0.0, d)
-        tl.store(df + pixel[:, None] * C + c[None, :], d.to(df.dtype.element_ty), mask=mask)
+        tl.store(df + start * C + (pixel[:, None] * C + c[None, :]), d.to(df.dtype.element_ty), mask=mask)
     if N > 0:
         at = part + tl.program_id(1).to(tl.int64) * (N * C) + n[None, :] * C + c[:, None]
         tl.store(at, dw, mask=(c < C)[:, None] & (n < N)[None, :])

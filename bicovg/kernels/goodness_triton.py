@@ -9,8 +9,6 @@ edge are masked. A large atom is cut into T steps of Q slots. f is (B, H, W, C) 
 import triton
 import triton.language as tl
 
-from bicovg.kernels.norm_triton import activate
-
 
 @triton.jit
 def find_atoms(slot: tl.tensor, batch: tl.tensor, L: tl.constexpr, AP: tl.constexpr) -> tl.tensor:
@@ -32,15 +30,19 @@ def find_pixels(
     G: tl.constexpr,
     Q: tl.constexpr,
 ) -> tl.tensor:
-    """Index into the (B, H, W) pixels of each of the G * Q rows of a tile, and which rows exist."""
+    """The first pixel of a tile's first sample, each of the G * Q rows' distance from it, and which rows exist.
+
+    Only that one number needs 64 bits; the rows' addresses are 32-bit distances from it.
+    """
     r = tl.arange(0, G * Q)
+    sample = first * G // AP
     b, i, j, ok = find_atoms(first * G + r // Q, batch, L, AP)
     q = step * Q + r % Q
     M: tl.constexpr = (W + L - 1) // L  # the widest atom
     row = i * H // L + q // M
     col = j * W // L + q % M
     ok = ok & (row < (i + 1) * H // L) & (col < (j + 1) * W // L)
-    return (b.to(tl.int64) * H + row) * W + col, ok
+    return tl.full((), H * W, tl.int64) * sample, ((b - sample) * H + row) * W + col, ok
 
 
 @triton.jit
@@ -161,16 +163,22 @@ def forward_kernel(
     first = tl.program_id(0) // T
     step = tl.program_id(0) % T
     K: tl.constexpr = C + N
-    pixel, ok = find_pixels(first, step, batch, H, W, L, AP, G, Q)
+    base, pixel, ok = find_pixels(first, step, batch, H, W, L, AP, G, Q)
+    f += base * C
     n = tl.arange(0, NP)
     proj = tl.zeros([G * Q, NP], dtype=tl.float32)
     for c0 in tl.range(0, C, BC, num_stages=STAGES):
         c = c0 + tl.arange(0, BC)
         mask = tile_mask(ok, c, C, BC)
-        x = tl.load(f + pixel[:, None] * C + c[None, :], mask=mask, other=0.0)
-        if NORM:
-            x = activate(x, stats, c, mask, C, BC)
+        x = tl.load(f + (pixel[:, None] * C + c[None, :]), mask=mask, other=0.0)
         wide = x.to(tl.float32)
+        if NORM:
+            ok_c = c < C
+            scale = tl.load(stats + 2 * C + c, mask=ok_c, other=0.0)
+            shift = tl.load(stats + 3 * C + c, mask=ok_c, other=0.0)
+            # The mask stays even where all rows exist: without it Triton computes f twice, once for the product.
+            wide = tl.where(mask, tl.maximum(wide * scale[None, :] + shift[None, :], 0.0), 0.0)
+            x = wide.to(x.dtype)
         energy = tl.sum(tl.reshape(wide * wide, [G, Q, BC]), axis=1)
         store_energy(
             out, energy, c, c < C, first, step, batch, K, H, W, L, S1, S2, AP, T, G, BC, DIRECT
@@ -180,7 +188,7 @@ def forward_kernel(
             proj = tl.dot(x, tl.trans(weight), proj, input_precision=PRECISION)
     if N > 0:
         if KEEP:
-            at = p + pixel[:, None] * N + n[None, :]
+            at = p + base * N + (pixel[:, None] * N + n[None, :])
             tl.store(at, proj.to(p.dtype.element_ty), mask=tile_mask(ok, n, N, NP))
         energy = tl.sum(tl.reshape(proj * proj, [G, Q, NP]), axis=1)
         store_energy(

@@ -13,7 +13,7 @@ import triton.language as tl
 def activate(
     y: tl.tensor, stats: tl.tensor, c: tl.tensor, mask: tl.tensor, C: tl.constexpr, BC: tl.constexpr
 ) -> tl.tensor:
-    """``relu(scale * y + shift)`` of a tile (rows, BC) in y's dtype; 0 outside the mask."""
+    """``relu(scale * y + shift)`` of a tile (rows, BC) in float32; 0 outside the mask."""
     if C % BC == 0:
         scale = tl.load(stats + 2 * C + c)
         shift = tl.load(stats + 3 * C + c)
@@ -21,7 +21,7 @@ def activate(
         scale = tl.load(stats + 2 * C + c, mask=c < C, other=0.0)
         shift = tl.load(stats + 3 * C + c, mask=c < C, other=0.0)
     z = y.to(tl.float32) * scale[None, :] + shift[None, :]
-    return tl.where(mask, tl.maximum(z, 0.0), 0.0).to(y.dtype)
+    return tl.where(mask, tl.maximum(z, 0.0), 0.0)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ def load_pixel(
 ) -> tuple[tl.tensor, tl.tensor]:
     """f and the normalised y of one pixel of each pooling window, in float32."""
     y = tl.load(at, mask=ok, other=0.0)
-    f = activate(y, stats, c, ok, C, BC).to(tl.float32)
+    f = activate(y, stats, c, ok, C, BC)
     return f, (y.to(tl.float32) - mean[None, :]) * rstd[None, :]
 
 
@@ -218,10 +218,10 @@ def tail_gradient_kernel(
         y1 = tl.load(y + near + C, mask=ok1, other=0.0)
         y2 = tl.load(y + near + W * C, mask=ok2, other=0.0)
         y3 = tl.load(y + near + (W + 1) * C, mask=ok3, other=0.0)
-        f0 = activate(y0, stats, c, ok0, C, BC).to(tl.float32)
-        f1 = activate(y1, stats, c, ok1, C, BC).to(tl.float32)
-        f2 = activate(y2, stats, c, ok2, C, BC).to(tl.float32)
-        f3 = activate(y3, stats, c, ok3, C, BC).to(tl.float32)
+        f0 = activate(y0, stats, c, ok0, C, BC)
+        f1 = activate(y1, stats, c, ok1, C, BC)
+        f2 = activate(y2, stats, c, ok2, C, BC)
+        f3 = activate(y3, stats, c, ok3, C, BC)
         root = tl.sqrt((f0 * f0 + f1 * f1 + f2 * f2 + f3 * f3) * 0.25)
         root = tl.where(value != 0.0, root, 1.0)
         slope = tl.where(value != 0.0, (alpha * grad - beta * value) * (0.25 / root), 0.0)

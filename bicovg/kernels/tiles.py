@@ -52,16 +52,7 @@ FORWARD: dict[tuple[int, int], Tile] = {
     (128, 64): Tile(64, 64, 2, 2, 2),
 }
 BACKWARD: dict[tuple[int, int], Tile] = {}
-SUMS: dict[tuple[int, int], Tile] = {
-    (128, 32): Tile(64, 64, 4, 1, 4),
-    (256, 32): Tile(32, 64, 4, 3, 4),
-    (256, 16): Tile(32, 32, 2, 3, 8),
-    (512, 16): Tile(64, 64, 4, 1, 4),
-    (512, 8): Tile(64, 64, 4, 1, 4),
-    (512, 4): Tile(64, 64, 4, 1, 4),
-    (512, 2): Tile(64, 64, 8, 1, 3),
-    (128, 64): Tile(64, 64, 4, 1, 4),
-}
+SUMS: dict[tuple[int, int], Tile] = {}
 GRADIENT: dict[tuple[int, int], Tile] = {
     (128, 32): Tile(32, 128, 4, 3, 4),
     (256, 32): Tile(32, 128, 4, 2, 4),
@@ -121,7 +112,7 @@ def sums_tile(C: int, N: int, H: int, dtype: torch.dtype) -> Tile:
     """Launch shape of the fused block's first backward pass."""
     if dtype != torch.bfloat16:
         return Tile(32, 32, stages=2)
-    return SUMS.get((C, H), Tile(32, 64, 4, 3 if N < 64 else 1, per_sm=4))
+    return SUMS.get((C, H), Tile(32, 64, 4, 1, per_sm=4 if N < 64 else 3))
 
 
 def gradient_tile(C: int, N: int, H: int, dtype: torch.dtype) -> Tile:

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test lint types unit test-browser docs faults bench-cpu kernels clean
+.PHONY: demo test lint types unit test-browser docs faults bench-cpu gpu kernels clean
 
 demo: $(VENV)/.installed
 	$(BIN)/bicovg train digits
@@ -42,6 +42,10 @@ faults: $(VENV)/.dev
 
 bench-cpu: $(VENV)/.dev
 	$(BIN)/python benchmarks/step_cpu.py
+
+# On a CUDA machine: the tests that need one. `make test` runs their other cases in Triton's interpreter or on the CPU.
+gpu:
+	$(PYTHON) -m pytest -q -rs tests/kernel_cases.py tests/update_cases.py tests/test_engine.py tests/test_draws.py tests/faults/test_gpu.py
 
 # On a CUDA machine: every kernel at every recipe's shapes, bf16 and float32.
 kernels:

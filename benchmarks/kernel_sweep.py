@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from bicovg.goodness import bicovg
 from bicovg.kernels import block as kernels
+from bicovg.kernels import block_backward as backward
 from bicovg.kernels import tiles
 from bicovg.kernels.goodness import forward_outputs, launch_forward
 from bicovg.kernels.tiles import Tile
@@ -115,12 +116,12 @@ def measure(trial: Trial, cases: list[Case]) -> float:
     apply(trial)
     scales = trial.block.scales
     casts = [case.weight.bfloat16() for case in cases]
-    slopes = [kernels.launch_slopes(case.grad, case.y, case.weight.shape[0], scales) for case in cases]
+    slopes = [backward.launch_slopes(case.grad, case.y, case.weight.shape[0], scales) for case in cases]
     scaled = [torch.empty_like(case.p) for case in cases]
     for case, slope, q in zip(cases, slopes, scaled, strict=True):
-        kernels.launch_scaling(q, case.p, case.y, slope, scales)
+        backward.launch_scaling(q, case.p, case.y, slope, scales)
     sums = [
-        kernels.launch_sums(s, c.y, w, q, c.stats, scales)
+        backward.launch_sums(s, c.y, w, q, c.stats, scales)
         for s, c, w, q in zip(slopes, cases, casts, scaled, strict=True)
     ]
     gradients = [torch.empty_like(case.y) for case in cases]
@@ -131,8 +132,8 @@ def measure(trial: Trial, cases: list[Case]) -> float:
             g, _ = forward_outputs(y, weight, scales, keep=False)
             return launch_forward(g, p, y, casts[i], scales, stats)
         if trial.kernel == "sums":
-            return kernels.launch_sums(slopes[i], y, casts[i], scaled[i], stats, scales)
-        return kernels.launch_gradient(gradients[i], slopes[i], sums[i], y, casts[i], scaled[i], stats, scales)
+            return backward.launch_sums(slopes[i], y, casts[i], scaled[i], stats, scales)
+        return backward.launch_gradient(gradients[i], slopes[i], sums[i], y, casts[i], scaled[i], stats, scales)
 
     return microseconds(run, len(cases), 0.01)
 

@@ -242,5 +242,8 @@ class Unit(nn.Module):
         emit: bool = True,
     ) -> Credit:
         """Forward and this unit's credit: cross-entropy at each of its exits."""
+        from bicovg.kernels.loss import exit_loss
+
         h, logits = self(x, keys, emit)
-        return loss_credit(h, [F.cross_entropy(z, labels) for z in logits])
+        plain = any(block.plain for block in self.blocks)
+        return loss_credit(h, [exit_loss(z, labels, plain) for z in logits])

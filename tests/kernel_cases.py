@@ -3,6 +3,7 @@
 Uninitialised memory is NaN throughout (deterministic mode fills it), so an element nobody wrote shows up.
 """
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from bicovg.blocks import Block
 from bicovg.draws import keep_mask, make_keys
 from bicovg.goodness import bicovg
-from bicovg.kernels import block, tail, tiles
+from bicovg.kernels import block, loss, tail, tiles
 from bicovg.kernels import goodness as fused
 from bicovg.kernels.tiles import Tile
 from bicovg.layers import keyed_dropout, rms_norm, rms_pool
@@ -365,3 +366,33 @@ def compare_with_plain(**options: object) -> None:
     assert torch.allclose(nets[0][0], nets[1][0], atol=1e-4)
     for name, value in nets[0][1].items():
         assert torch.allclose(value.double(), nets[1][1][name].double(), atol=2e-4), name
+
+
+@pytest.mark.parametrize(("rows", "classes"), [(1, 2), (7, 10), (37, 100), (300, 200), (5, 2000)])
+def test_loss_and_its_gradient_equal_cross_entropy(rows: int, classes: int) -> None:
+    logits = (5 * torch.randn(rows, classes, device=DEVICE)).requires_grad_()
+    labels = torch.randint(classes, (rows,), device=DEVICE)
+    wide = logits.detach().double().requires_grad_()
+    mine, wanted = loss.exit_loss(logits, labels), F.cross_entropy(wide, labels)
+    (3.0 * mine).backward()
+    (3.0 * wanted).backward()
+    assert mine.grad_fn is not None
+    assert "cross_entropy" in mine.grad_fn.name()
+    assert abs(mine.item() - wanted.item()) < 1e-5
+    assert logits.grad is not None
+    assert wide.grad is not None
+    assert distance(logits.grad, wide.grad) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_loss_of_a_logit_that_is_not_finite_is_not_finite(bad: float) -> None:
+    logits = torch.zeros(5, 10, device=DEVICE)
+    logits[3, 2] = bad
+    assert not loss.exit_loss(logits, torch.arange(5, device=DEVICE)).isfinite()
+
+
+def test_a_wide_or_double_loss_takes_the_plain_way() -> None:
+    for logits in (torch.randn(3, loss.MOST_CLASSES + 1, device=DEVICE), torch.randn(3, 4, device=DEVICE).double()):
+        labels = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+        assert torch.equal(loss.exit_loss(logits, labels), F.cross_entropy(logits, labels))

@@ -21,18 +21,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from bicovg.kernels.goodness import (
-    MOST_PROJECTIONS,
-    forward_outputs,
-    fused_available,
-    launch_forward,
-    scale_pair,
-)
-from bicovg.kernels.tiles import cut_batch, device_guard, gradient_tile, next_power, sums_tile
+from bicovg.kernels.block_backward import differentiate_into
+from bicovg.kernels.goodness import MOST_PROJECTIONS, forward_outputs, fused_available, launch_forward
+from bicovg.kernels.tiles import device_guard, next_power
 
 MOMENT_TILE = (32, 128)  # rows, channels
 MOST_PARTS = 264
-SCALED = 4096  # elements of p a program
 
 
 def fuses_block(y: Tensor, weight: Tensor | None, scales: tuple[int, ...]) -> bool:
@@ -161,113 +155,6 @@ def block_goodness_backward_in_place_op(
 def _(grad: Tensor, y: Tensor, stats: Tensor, cast: Tensor | None, p: Tensor, scales: Sequence[int]) -> Tensor:
     N = 0 if cast is None else cast.shape[0]
     return y.new_empty((N + 2, y.shape[1]), dtype=torch.float32)
-
-
-def differentiate_into(
-    dy: Tensor,
-    q: Tensor,
-    grad: Tensor,
-    y: Tensor,
-    stats: Tensor,
-    cast: Tensor | None,
-    p: Tensor,
-    scales: Sequence[int],
-) -> Tensor:
-    """Fill dy, which may be y, and q, which may be p; returns (N + 2, C) float32: dW, dbeta, dgamma."""
-    slopes = launch_slopes(grad.contiguous(), y, 0 if cast is None else cast.shape[0], scales)
-    launch_scaling(q, p, y, slopes, scales)
-    sums = launch_sums(slopes, y, cast, q, stats, scales)
-    launch_gradient(dy, slopes, sums, y, cast, q, stats, scales)
-    return sums
-
-
-def launch_slopes(grad: Tensor, y: Tensor, N: int, scales: Sequence[int]) -> Tensor:
-    """(B, L * L, C + N) float32, see ``slopes_kernel``."""
-    from bicovg.kernels.block_backward_triton import slopes_kernel
-
-    B, C, H, W = y.shape
-    L, K = math.lcm(*scales), C + N
-    S1, S2 = scale_pair(scales)
-    slopes = torch.empty((B, L * L, K), dtype=torch.float32, device=y.device)
-    BK = min(256, next_power(K))
-    with device_guard(y):
-        slopes_kernel[(B, L * L, math.ceil(K / BK))](slopes, grad, K=K, H=H, W=W, L=L, S1=S1, S2=S2, BK=BK, num_warps=2)
-    return slopes
-
-
-def launch_scaling(q: Tensor, p: Tensor, y: Tensor, slopes: Tensor, scales: Sequence[int]) -> None:
-    """Fill q, which may be p: p times the slopes of the energies of p."""
-    from bicovg.kernels.block_backward_triton import scale_kernel
-
-    (_, C, H, W), (rows, N) = y.shape, p.shape
-    if not rows:
-        return
-    NP = max(16, next_power(N))
-    BR = max(1, SCALED // NP)
-    with device_guard(y):
-        scale_kernel[(math.ceil(rows / BR),)](
-            q, p, slopes, rows, C=C, N=N, H=H, W=W, L=math.lcm(*scales), BR=BR, NP=NP, num_warps=4
-        )
-
-
-def count_workers(y: Tensor, pieces: int, chunks: int, per_sm: int) -> int:
-    """Programs for each of the ``chunks`` blocks of channels, to share ``pieces`` of work."""
-    sms = torch.cuda.get_device_properties(y.device).multi_processor_count if y.is_cuda else 2
-    return max(1, min(pieces, per_sm * sms // chunks))
-
-
-def launch_sums(
-    slopes: Tensor, y: Tensor, cast: Tensor | None, q: Tensor, stats: Tensor, scales: Sequence[int]
-) -> Tensor:
-    """(N + 2, C) float32: dW, dbeta, dgamma."""
-    from bicovg.kernels.block_backward_triton import finish_kernel, sums_kernel
-
-    B, C, H, W = y.shape
-    N = 0 if cast is None else cast.shape[0]
-    tile = sums_tile(C, N, H, y.dtype)
-    BC, NP = min(tile.channels, max(16, next_power(C))), max(16, next_power(N)) if N else 16
-    rows = B * H * W
-    chunks = math.ceil(C / BC)
-    workers = count_workers(y, math.ceil(rows / tile.pixels), chunks, tile.per_sm)
-    part = torch.empty((workers, 2 * N + 2, C), dtype=torch.float32, device=y.device)
-    sums = torch.empty((N + 2, C), dtype=torch.float32, device=y.device)
-    with device_guard(y):
-        sums_kernel[(chunks, workers)](
-            part, y, q, slopes, stats, rows, C=C, N=N, H=H, W=W, L=math.lcm(*scales), BR=tile.pixels, BC=BC, NP=NP,
-            PRECISION="ieee", STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers,
-        )  # fmt: skip
-        finish_kernel[(math.ceil(C / 16),)](
-            sums, part.sum(dim=0), y if cast is None else cast, stats, C=C, N=N, BC=16, NP=NP, num_warps=4
-        )
-    return sums
-
-
-def launch_gradient(
-    dy: Tensor,
-    slopes: Tensor,
-    sums: Tensor,
-    y: Tensor,
-    cast: Tensor | None,
-    q: Tensor,
-    stats: Tensor,
-    scales: Sequence[int],
-) -> None:
-    """Fill dy, channels_last; it may be y."""
-    from bicovg.kernels.block_backward_triton import gradient_kernel
-
-    B, C, H, W = y.shape
-    N = 0 if cast is None else cast.shape[0]
-    tile = gradient_tile(C, N, H, y.dtype)
-    cut = cut_batch(B, H, W, scales, tile.pixels, whole=False)
-    BC = min(tile.channels, max(16, next_power(C)))
-    chunks = math.ceil(C / BC)
-    workers = count_workers(y, cut.tiles, chunks, tile.per_sm)
-    with device_guard(y):
-        gradient_kernel[(chunks, workers)](
-            dy, y, q, y if cast is None else cast, slopes, stats, sums, B, cut.tiles, B * H * W, C=C, N=N, H=H, W=W,
-            L=cut.L, T=cut.T, G=cut.G, Q=cut.Q, BC=BC, NP=max(16, next_power(N)) if N else 16, PRECISION="ieee",
-            STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers,
-        )  # fmt: skip
 
 
 @block_goodness_backward_op.register_fake

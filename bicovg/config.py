@@ -105,7 +105,7 @@ class TrainConfig:
     )
     clip_norm: float | None = _field(None, "gradient norm bound, or none", above=0)
     clip_scope: str = _field("unit", "the clip covers each unit, or global (summed only)", choices=("unit", "global"))
-    overlap: bool = _field(True, "GPU: units side by side on several streams: faster, more memory")
+    overlap: bool = _field(True, "GPU: all units side by side on several streams, not just small ones; takes memory")
     precision: str = _field("float32", "float32 or bfloat16 (autocast)")
     engine: str = _field("auto", "auto, graph, compiled or eager")
     device: str = _field("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))

@@ -17,7 +17,7 @@ from bicovg.data.loader import Batch, Loader
 from bicovg.distributed import ALONE, Processes, Team
 from bicovg.draws import DROPOUT, make_keys
 from bicovg.guard import Guard, NonFinite
-from bicovg.lanes import Lanes, OneLane
+from bicovg.lanes import Lanes, OneLane, first_small_unit
 from bicovg.networks import LocalNetwork
 from bicovg.optim import learning_rate, set_learning_rate
 from bicovg.reduction import NoReduction, UnitReduction
@@ -142,8 +142,9 @@ class GraphEngine(EagerEngine):
         compiled_units = compiled or (compiled is None and not fusible(net))
         if FUSED_UPDATES and config.train.schedule == "interleaved" and updates_available(optimizers):
             self.guard = self.make_updates(shadows=config.train.precision == "bfloat16" and not compiled_units)
-        if config.train.overlap and config.train.schedule == "interleaved" and len(net.units) > 1:
-            self.lanes = Lanes(LANES)
+        first = 0 if config.train.overlap else first_small_unit(config)
+        if config.train.schedule == "interleaved" and first + 1 < len(net.units):
+            self.lanes = Lanes(LANES if config.train.overlap else 2, first)
             if not compiled_units:
                 hand_over_early(net, self.lanes)
         if compiled_units:

@@ -1,7 +1,10 @@
 """GPU streams for the units of a strict or hgb net: one unit's backward pass beside the next ones' forward passes.
 
 Unit l + 1 needs only unit l's output, never its gradient, so it can begin as soon as that is written. Backprop has no
-such freedom. With n streams unit l runs on stream l % n: forward, backward, clip and optimizer in order there.
+such freedom. With n streams the units take turns on them: forward, backward, clip and optimizer in order there.
+
+Each stream has memory of its own, so overlap costs what the units on the other streams need. Where that matters the
+first, large units stay on one stream and only small ones overlap.
 """
 
 from collections.abc import Iterator
@@ -9,6 +12,23 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from bicovg.backbones import unit_sizes
+from bicovg.config import Config
+from bicovg.roofline import trace_layers
+
+SMALL = 1 / 16  # of the largest unit's activations
+
+
+def first_small_unit(config: Config) -> int:
+    """The first unit from which on all are small; a classic network, one unit, has none."""
+    model = config.model
+    if model.method == "classic":
+        return 1
+    features = iter([layer.features for layer in trace_layers(config)])
+    sizes = unit_sizes(len(model.channels), model.scope, model.group_size, model.groups)
+    largest = [max(next(features) for _ in range(size)) for size in sizes]
+    return 1 + max(unit for unit, size in enumerate(largest) if size > SMALL * max(largest))
 
 
 class OneLane:
@@ -33,36 +53,44 @@ class OneLane:
 
 
 class Lanes(OneLane):
-    """Unit l on stream l % ``count``.
+    """Units from ``first`` on in turns on ``count`` streams; those before it on the first stream, one after the other.
 
-    Memory freed on one stream may be reused there while another still reads it, so outputs are kept for a while. Unit
-    l's is read by unit l + 1. A unit u begins after the outputs of all units before it are complete, and unit
-    l + 1 + count comes after unit l + 1 on its stream: from u = l + count + 2 on, nobody reads unit l's output.
+    Memory freed on one stream may be reused there while another still reads it, so outputs read on another stream are
+    kept for a while. Unit l's is read by unit l + 1. A unit begins after the outputs of all units before it are
+    complete, and unit l + 1 + count comes after unit l + 1 on its stream: whatever comes after that unit's output finds
+    unit l's unread. When that unit is begun unit l's output may go, as unit l's own stream is not its turn yet.
     """
 
-    def __init__(self, count: int = 2) -> None:
+    def __init__(self, count: int = 2, first: int = 0) -> None:
         self.streams = [torch.cuda.Stream() for _ in range(count)]  # type: ignore[no-untyped-call]
+        self.first = first
         self.ready: torch.cuda.Event | None = None
         self.checked: torch.cuda.Event | None = None
         self.held: dict[int, Tensor | None] = {}
-        self.index = 0
+        self.index, self.handed_over = 0, False
+
+    def stream_of(self, index: int) -> int:
+        """Which stream unit ``index`` runs on."""
+        return max(0, index - self.first) % len(self.streams)
 
     @contextmanager
     def lane(self, index: int) -> Iterator[None]:
-        self.index = index
-        stream = self.streams[index % len(self.streams)]
-        if index < len(self.streams):
+        self.index, self.handed_over = index, False
+        stream = self.streams[self.stream_of(index)]
+        if index == 0 or self.first <= index < self.first + len(self.streams):
             stream.wait_stream(torch.cuda.current_stream())
         if self.ready is not None:
             stream.wait_event(self.ready)
-        self.held.pop(index - len(self.streams) - 2, None)
+        self.held.pop(index - len(self.streams) - 1, None)
         with torch.cuda.stream(stream):
             yield
 
     def hand_over(self, output: Tensor | None) -> Tensor | None:
-        if self.index not in self.held:
-            self.held[self.index] = output
+        if not self.handed_over:
+            self.handed_over = True
             self.ready = torch.cuda.current_stream().record_event()
+            if self.stream_of(self.index) != self.stream_of(self.index + 1):
+                self.held[self.index] = output
         return output
 
     @contextmanager

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bicovg.draws import make_keys
 from bicovg.goodness import BiCovG, Readout
-from bicovg.layers import FeatureAlignment, keyed_dropout, rms_norm, rms_pool
+from bicovg.layers import FeatureAlignment, conv_few_channels, keyed_dropout, rms_norm, rms_pool
 from bicovg.signals import Credit, loss_credit
 
 
@@ -32,11 +32,13 @@ class Block(nn.Module):
 
     Attributes:
         plain: keep to the plain functions even where fused kernels could run.
+        pads_input: on a GPU in bfloat16, give an image of three channels the eight that its matrix units want.
         emitted: called with h as soon as it is written, in the last block of a unit on the fused kernels.
         shadow: the convolution's weight in bfloat16, which takes its place and its gradient in training.
     """
 
     plain = False
+    pads_input = True
     emitted: Callable[[Tensor], object] | None = None
     shadow: Tensor | None = None
 
@@ -65,8 +67,12 @@ class Block(nn.Module):
     def convolve(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d h w"]:
         """The convolution's output y, behind the FAL where there is one."""
         x = x if self.alignment is None else self.alignment(x)
-        if self.shadow is not None and self.training:
-            return F.conv2d(x, self.shadow, self.conv.bias, padding=1)
+        shadow = self.shadow if self.training else None
+        half = x.is_cuda and (torch.is_autocast_enabled("cuda") or x.dtype == torch.bfloat16)
+        if half and x.shape[1] < 8 and self.pads_input:
+            return conv_few_channels(x, self.conv.weight if shadow is None else shadow, self.conv.bias, padding=1)
+        if shadow is not None:
+            return F.conv2d(x, shadow, self.conv.bias, padding=1)
         y: Tensor = self.conv(x)
         return y
 

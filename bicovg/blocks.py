@@ -181,7 +181,7 @@ class Block(nn.Module):
         stats, h = block_statistics(y, self.norm), None
         if emit:
             h = fused_tail(y, self.pool, self.dropout if self.training else 0.0, keys, self.index, stats)
-            if self.emitted is not None:
+            if self.emitted is not None and self.training:
                 self.emitted(h)
         return h, self._judge_fused(y, stats, overwrite=True)
 

@@ -68,6 +68,7 @@ class Lanes(OneLane):
         self.checked: torch.cuda.Event | None = None
         self.held: dict[int, Tensor | None] = {}
         self.index, self.handed_over = 0, False
+        self.used: set[int] = set()
 
     def stream_of(self, index: int) -> int:
         """Which stream unit ``index`` runs on."""
@@ -76,9 +77,11 @@ class Lanes(OneLane):
     @contextmanager
     def lane(self, index: int) -> Iterator[None]:
         self.index, self.handed_over = index, False
-        stream = self.streams[self.stream_of(index)]
-        if index == 0 or self.first <= index < self.first + len(self.streams):
+        number = self.stream_of(index)
+        stream = self.streams[number]
+        if number not in self.used:
             stream.wait_stream(torch.cuda.current_stream())
+            self.used.add(number)
         if self.ready is not None:
             stream.wait_event(self.ready)
         self.held.pop(index - len(self.streams) - 1, None)
@@ -101,7 +104,8 @@ class Lanes(OneLane):
         self.checked = torch.cuda.current_stream().record_event()
 
     def join(self) -> None:
-        for stream in self.streams:
-            torch.cuda.current_stream().wait_stream(stream)
+        for number in sorted(self.used):  # a capture refuses to wait for a stream that took no part in it
+            torch.cuda.current_stream().wait_stream(self.streams[number])
+        self.used.clear()
         self.ready = self.checked = None
         self.held.clear()

@@ -71,7 +71,10 @@ class UnitTable:
             found = shadow.grad if shadow is not None and shadow.requires_grad else parameter.grad
             state = self.optimizer.state[parameter]
             moments = [state.get("exp_avg", state.get("momentum_buffer")), state.get("exp_avg_sq"), state.get("step")]
-            assert found is None or found.stride() == parameter.stride(), "a gradient is laid out unlike its parameter"
+            assert found is parameter.grad or parameter.grad is None, "a weight with a shadow takes no gradient itself"
+            for tensor in (found, shadow, *moments[:2]):
+                assert tensor is None or same_layout(tensor, parameter), "laid out unlike its parameter"
+            assert all(moment is None or moment.dtype == torch.float32 for moment in moments), "moments are float32"
             rows.append(
                 [
                     parameter.data_ptr(),
@@ -85,12 +88,20 @@ class UnitTable:
         return torch.tensor(rows, dtype=torch.int64)
 
 
+def same_layout(tensor: Tensor, parameter: Tensor) -> bool:
+    """Whether both have their elements in the same order; the stride of a dimension of 1 is no matter."""
+    places = [i for i, size in enumerate(parameter.shape) if size > 1]
+    return tensor.shape == parameter.shape and all(tensor.stride(i) == parameter.stride(i) for i in places)
+
+
 class FusedUpdates(Guard):
     """The guard of a captured engine that also clips and steps. AdamW and SGD of one parameter group, clip per unit.
 
+    For interleaved steps alone. With a clip norm, gradients whose squares overflow are not finite: their norm is not.
+
     Args:
-        shadows: whether weights get bfloat16 copies to compute with.
-        guarded: False leaves the finite check out, where no clip norm needs it anyway: to measure what it costs.
+        shadows: whether weights get bfloat16 copies to compute with; blocks have them within a step only.
+        guarded: False leaves out what only the guard needs: to measure what it costs.
     """
 
     def __init__(
@@ -102,21 +113,33 @@ class FusedUpdates(Guard):
         guarded: bool = True,
     ) -> None:
         super().__init__(net, optimizers, policy)
-        self.shadows = make_shadows(net) if shadows else {}
+        self.places = find_shadows(net) if shadows else []
+        self.shadows: dict[Tensor, Tensor] = {weight: make_shadow(weight, takes) for _, weight, takes in self.places}
         self.tables = [UnitTable(optimizer, self.shadows) for optimizer in optimizers]
         self.guarded = guarded
         self.buffers = BufferTable(self.units, self.flags.device)
         self._unsettled: list[tuple[UnitTable, Tensor]] = []
 
     def __enter__(self) -> "FusedUpdates":
-        if self.policy == "stop":
-            self._flag[0].copy_(self._flag[-1])
-        self.buffers.copy(self.flags, back=False)
+        for module, weight, _ in self.places:
+            module.shadow = self.shadows[weight]
+        if self.guarded:
+            if self.policy == "stop":
+                self._flag[0].copy_(self._flag[-1])
+            self.buffers.copy(self.flags, back=False)
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is None:
+        for module, _, _ in self.places:
+            module.shadow = None
+        if kind is None and self.guarded:
             self.buffers.copy(self.flags, back=True)
+
+    def check(self, index: int, losses: Tensor, norm: Tensor | None = None) -> None:
+        raise TypeError("fused updates are for interleaved steps")
+
+    def step(self, index: int, optimizer: Optimizer) -> None:
+        raise TypeError("fused updates are for interleaved steps")
 
     @torch.no_grad()
     def finish(
@@ -137,7 +160,9 @@ class FusedUpdates(Guard):
         beta1, beta2 = group["betas"] if adamw else (group["momentum"], 0.0)
         with device_guard(table):
             if self.guarded or clip_norm is not None:
-                examine_kernel[(blocks,)](unit_table.part, table, runs.owner, runs.start, BLOCK=RUN, num_warps=4)
+                examine_kernel[(blocks,)](
+                    unit_table.part, table, runs.owner, runs.start, CLIP=clip_norm is not None, BLOCK=RUN, num_warps=4
+                )
             with lanes.in_order():
                 decide_kernel[(1,)](
                     self._flag[index + 1], unit_table.factor, unit_table.part, losses, table, blocks, len(losses), rows,
@@ -210,18 +235,20 @@ def make_state(optimizer: Optimizer) -> None:
             state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
-def make_shadows(net: LocalNetwork) -> dict[Tensor, Tensor]:
-    """bfloat16 copies of the weights that a fused block computes with; those of convolutions take the gradient."""
-    shadows: dict[Tensor, Tensor] = {}
+def find_shadows(net: LocalNetwork) -> list[tuple[Block | BiCovG, Tensor, bool]]:
+    """The modules that compute with a shadow, the weight it shadows, and whether it takes the weight's gradient."""
+    found: list[tuple[Block | BiCovG, Tensor, bool]] = []
     for block in net.modules():
         if isinstance(block, Block) and block.fusible():
-            weight = block.conv.weight
-            block.shadow = shadows[weight] = weight.detach().to(torch.bfloat16).requires_grad_()
+            found.append((block, block.conv.weight, block.conv.weight.requires_grad))
             if isinstance(block.goodness, BiCovG) and block.goodness.weight is not None:
-                block.goodness.shadow = shadows[block.goodness.weight] = block.goodness.weight.detach().to(
-                    torch.bfloat16
-                )
-    return shadows
+                found.append((block.goodness, block.goodness.weight, False))
+    return found
+
+
+def make_shadow(weight: Tensor, takes_gradient: bool) -> Tensor:
+    """A bfloat16 copy."""
+    return weight.detach().to(torch.bfloat16).requires_grad_(takes_gradient)
 
 
 def updates_available(optimizers: Sequence[Optimizer]) -> bool:
@@ -234,5 +261,7 @@ def updates_available(optimizers: Sequence[Optimizer]) -> bool:
         (group,) = optimizer.param_groups
         strange = (group.get("amsgrad"), group.get("maximize"), group.get("nesterov"), group.get("dampening"))
         if any(strange) or any(p.dtype != torch.float32 for p in group["params"]):
+            return False
+        if not isinstance(group["lr"], Tensor) or 0.0 in group.get("betas", ()):
             return False
     return True

@@ -10,8 +10,10 @@ from bicovg.blocks import Block
 from bicovg.config import OptimConfig
 from bicovg.errors import NonFiniteError
 from bicovg.guard import Guard
+from bicovg.lanes import OneLane
 from bicovg.networks import LocalNetwork, local_network
 from bicovg.optim import make_optimizers
+from bicovg.signals import Credit
 from bicovg.step import local_step
 from bicovg.updates import RUN, FusedUpdates, make_state, updates_available
 
@@ -19,6 +21,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ADAMW = OptimConfig(name="adamw", lr=3e-3, weight_decay=0.02)
 SGD = OptimConfig(name="sgd", lr=0.05, momentum=0.9, weight_decay=1e-3)
 PLAIN = OptimConfig(name="sgd", lr=0.1, momentum=0.0)
+# Two nets are compared: on a GPU their convolutions must not differ by the algorithm or by TF32.
+torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True
 IMAGES = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -39,6 +43,14 @@ class Trained:
                 group["lr"] = torch.tensor(optim.lr, device=DEVICE) if fused else group["lr"]
         kind: Any = FusedUpdates if fused else Guard
         self.guard = kind(self.net, self.optimizers, policy, *((shadows,) if fused else ()))
+
+    def with_updates(self) -> "Trained":
+        """The same net with fused updates and shadows from here on."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = torch.as_tensor(group["lr"], device=DEVICE)
+        self.guard = FusedUpdates(self.net, self.optimizers, shadows=True)
+        return self
 
     def step(self, number: int, **settings: Any) -> Tensor:
         labels, keys = torch.tensor([0, 1, 2, 1], device=DEVICE), torch.arange(4, device=DEVICE) + 10 * number
@@ -127,7 +139,74 @@ def test_shadows_train_as_autocast_does() -> None:
     with torch.no_grad():
         mine.net.units[0].blocks[0].conv.weight.zero_()  # type: ignore[index,union-attr]
     mine.guard.settle()
-    assert (mine.net.units[0].blocks[0].shadow == 0).all()  # type: ignore[index,union-attr]
+    assert (mine.guard.shadows[mine.net.units[0].blocks[0].conv.weight] == 0).all()  # type: ignore[index,union-attr]
+
+
+def test_a_step_without_the_guard_trains_the_weights_themselves() -> None:
+    trained = Trained(SGD, True, shadows=True)
+    trained.step(0, precision="bfloat16")
+    weight = trained.net.units[0].blocks[0].conv.weight  # type: ignore[index,union-attr]
+    before = weight.detach().clone()
+    trained.guard = Guard(trained.net, trained.optimizers)
+    trained.step(1, precision="bfloat16")
+    assert not torch.equal(weight, before)
+
+
+def test_a_frozen_convolution_stays() -> None:
+    trained = Trained(SGD, False)
+    weight = trained.net.units[1].blocks[0].conv.weight  # type: ignore[index,union-attr]
+    weight.requires_grad_(False)
+    for block in trained.net.modules():
+        if isinstance(block, Block):
+            block.plain = False
+    before = weight.clone()
+    trained = trained.with_updates()
+    trained.step(0, precision="bfloat16")
+    assert torch.equal(weight, before)
+
+
+def test_summed_steps_are_refused() -> None:
+    with pytest.raises(TypeError, match="interleaved"):
+        Trained(SGD, True).step(0, schedule="summed")
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_large_finite_gradients_are_steps_where_no_norm_is_taken() -> None:
+    trained = Trained(PLAIN, True)
+    trained.step(0)
+    scale = 1e20
+    for unit in trained.net.units:
+        learn = unit.learn
+        unit.learn = lambda *a, learn=learn, **k: enlarge(learn(*a, **k), scale)  # type: ignore[misc,assignment,operator]
+    for optimizer in trained.optimizers:
+        optimizer.param_groups[0]["lr"].fill_(1e-25)
+    trained.step(1)
+    trained.guard.flush()
+    with pytest.raises(NonFiniteError):
+        (trained.step(2, clip_norm=1.0), trained.guard.flush())
+
+
+def enlarge(credit: Credit, scale: float) -> Credit:
+    credit.roots = [(loss * scale, grad) for loss, grad in credit.roots]
+    return credit
+
+
+def test_many_runs_are_added_up() -> None:
+    """More partial sums than ``decide_kernel`` takes at once."""
+    weight = nn.Parameter(torch.zeros(1100 * RUN, device=DEVICE))
+    net = LocalNetwork([Lonely(weight)])
+    optimizer = torch.optim.SGD([weight], lr=torch.ones((), device=DEVICE))
+    guard = FusedUpdates(net, [optimizer])
+    weight.grad = torch.full_like(weight, 2.0)
+    with guard:
+        guard.finish(0, net.units[0], torch.zeros(1, device=DEVICE), optimizer, 3.0, OneLane())
+    assert abs(weight.double().norm().item() - 3.0) < 1e-4
+
+
+class Lonely(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight, self.exits, self.blocks = weight, [0], ()
 
 
 def test_a_parameter_without_gradient_is_left_alone() -> None:
@@ -137,16 +216,24 @@ def test_a_parameter_without_gradient_is_left_alone() -> None:
     before = extra.clone()
     trained.step(0)
     assert torch.equal(extra, before)
+    assert trained.optimizers[0].state[extra]["step"] == 0
+    assert trained.optimizers[0].state[trained.net.units[0].blocks[0].readout.weight]["step"] == 1  # type: ignore[index,union-attr]
 
 
 def test_what_the_kernels_do_not_know_is_left_to_torch() -> None:
-    weight = [nn.Parameter(torch.zeros(3))]
-    assert updates_available([torch.optim.AdamW(weight), torch.optim.SGD(weight, momentum=0.9)])
-    assert not updates_available([torch.optim.SGD(weight, momentum=0.9, nesterov=True)])
-    assert not updates_available([torch.optim.AdamW(weight, amsgrad=True)])
-    assert not updates_available([torch.optim.Adam(weight)])
-    assert not updates_available([torch.optim.SGD([nn.Parameter(torch.zeros(3, dtype=torch.float64))])])
-    assert not updates_available([torch.optim.SGD([{"params": weight}, {"params": [nn.Parameter(torch.ones(2))]}])])
+    weight, lr = [nn.Parameter(torch.zeros(3))], torch.tensor(0.1)
+    double = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    assert updates_available([torch.optim.AdamW(weight, lr, foreach=False), torch.optim.SGD(weight, lr, momentum=0.9)])
+    strange = [
+        torch.optim.SGD(weight, 0.1),
+        torch.optim.SGD(weight, lr, momentum=0.9, nesterov=True),
+        torch.optim.AdamW(weight, lr, amsgrad=True, foreach=False),
+        torch.optim.AdamW(weight, lr, betas=(0.0, 0.9), foreach=False),
+        torch.optim.Adam(weight, lr, foreach=False),
+        torch.optim.SGD([double], lr),
+        torch.optim.SGD([{"params": weight}, {"params": [nn.Parameter(torch.ones(2))]}], lr),
+    ]
+    assert not any(updates_available([optimizer]) for optimizer in strange)
 
 
 def test_state_is_what_torch_would_make() -> None:

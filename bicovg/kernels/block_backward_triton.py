@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from bicovg.kernels.goodness_triton import cell_size, find_pixels, tile_mask
+from bicovg.kernels.norm_triton import relu
 
 
 @triton.jit
@@ -141,7 +142,7 @@ def sums_kernel(
         slope = tl.load(at, mask=mask, other=0.0)  # 0 in rows that do not exist, as is q: what is on there is no matter
         wide = x.to(tl.float32)
         z = wide * scale[None, :] + shift[None, :]
-        a = tl.maximum(z, 0.0) * slope
+        a = relu(z) * slope
         first += tl.sum(tl.reshape(a, [BR // 16, 16, BC]), axis=0)
         second += tl.sum(tl.reshape(a * wide, [BR // 16, 16, BC]), axis=0)
         if N > 0:

@@ -9,6 +9,8 @@ edge are masked. A large atom is cut into T steps of Q slots. f is (B, H, W, C) 
 import triton
 import triton.language as tl
 
+from bicovg.kernels.norm_triton import relu
+
 
 @triton.jit
 def find_atoms(slot: tl.tensor, batch: tl.tensor, L: tl.constexpr, AP: tl.constexpr) -> tl.tensor:
@@ -177,7 +179,7 @@ def forward_kernel(
             scale = tl.load(stats + 2 * C + c, mask=ok_c, other=0.0)
             shift = tl.load(stats + 3 * C + c, mask=ok_c, other=0.0)
             # The mask stays even where all rows exist: without it Triton computes f twice, once for the product.
-            wide = tl.where(mask, tl.maximum(wide * scale[None, :] + shift[None, :], 0.0), 0.0)
+            wide = tl.where(mask, relu(wide * scale[None, :] + shift[None, :]), 0.0)
             x = wide.to(x.dtype)
         energy = tl.sum(tl.reshape(wide * wide, [G, Q, BC]), axis=1)
         store_energy(

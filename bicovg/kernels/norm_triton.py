@@ -10,6 +10,12 @@ import triton.language as tl
 
 
 @triton.jit
+def relu(z: tl.tensor) -> tl.tensor:
+    """max(z, 0), but NaN stays NaN, so that the guard sees it."""
+    return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def activate(
     y: tl.tensor, stats: tl.tensor, c: tl.tensor, mask: tl.tensor, C: tl.constexpr, BC: tl.constexpr
 ) -> tl.tensor:
@@ -21,7 +27,7 @@ def activate(
         scale = tl.load(stats + 2 * C + c, mask=c < C, other=0.0)
         shift = tl.load(stats + 3 * C + c, mask=c < C, other=0.0)
     z = y.to(tl.float32) * scale[None, :] + shift[None, :]
-    return tl.where(mask, tl.maximum(z, 0.0), 0.0)
+    return tl.where(mask, relu(z), 0.0)
 
 
 @triton.jit
@@ -81,7 +87,7 @@ def statistics_kernel(
         total += tl.sum(tl.load(at, mask=mask, other=0.0), axis=0)
         square += tl.sum(tl.load(at + C, mask=mask, other=0.0), axis=0)
     offset = total / rows
-    variance = tl.maximum(square / rows - offset * offset, 0.0)
+    variance = relu(square / rows - offset * offset)
     mean = offset + tl.load(y + c, mask=ok, other=0.0).to(tl.float32)
     rstd = 1.0 / tl.sqrt(variance + eps)
     scale = tl.load(gamma + c, mask=ok, other=0.0) * rstd

@@ -7,6 +7,8 @@ A tile is PB pixels of the (pooled) map times all channels, padded to BC. f and 
 import triton
 import triton.language as tl
 
+from bicovg.kernels.norm_triton import relu
+
 
 @triton.jit
 def mix(x: tl.tensor) -> tl.tensor:
@@ -58,7 +60,7 @@ def load_active(
     """f in float32, made from y where NORM; 0 outside the tile."""
     x = load_tile(at, ok, FULL)
     if NORM:
-        x = tl.maximum(x * scale[None, :] + shift[None, :], 0.0)
+        x = relu(x * scale[None, :] + shift[None, :])
         if not FULL:
             x = tl.where(ok, x, 0.0)
     return x

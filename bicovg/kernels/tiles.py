@@ -9,7 +9,7 @@ and a few rows of the result come out wrong.
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -112,7 +112,8 @@ def sums_tile(C: int, N: int, H: int, dtype: torch.dtype) -> Tile:
     """Launch shape of the fused block's first backward pass."""
     if dtype != torch.bfloat16:
         return Tile(32, 32, stages=2)
-    return SUMS.get((C, H), Tile(32, 64, 4, 1, per_sm=4 if N < 64 else 3))
+    tile = SUMS.get((C, H), Tile(32, 64, 4, 1, per_sm=4 if N < 64 else 3))
+    return replace(tile, stages=1) if N >= 64 and tile.warps % 4 == 0 else tile  # N is the product's rows here
 
 
 def gradient_tile(C: int, N: int, H: int, dtype: torch.dtype) -> Tile:

@@ -22,13 +22,15 @@ def load_gradient(base: tl.tensor, at: tl.tensor, ok: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def examine_kernel(part: tl.tensor, table: tl.tensor, owner: tl.tensor, start: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """Sum of squares of one run of gradients; not finite where one of them is not."""
+def examine_kernel(
+    part: tl.tensor, table: tl.tensor, owner: tl.tensor, start: tl.tensor, CLIP: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """Sum of squares of one run of gradients, or without CLIP 0; not a finite number where one of them is not."""
     pid = tl.program_id(0)
     base = table + tl.load(owner + pid) * 8
     at = tl.load(start + pid) + tl.arange(0, BLOCK)
     g = load_gradient(base, at, at < tl.load(base + 6))
-    tl.store(part + pid, tl.sum(g * g, axis=0))
+    tl.store(part + pid, tl.sum(g * (g if CLIP else 0.0), axis=0))
 
 
 @triton.jit
@@ -63,7 +65,7 @@ def decide_kernel(
         tl.store(factor, tl.minimum(clip / (tl.sqrt(square) + 1e-6), 1.0))
     if COUNTS:
         r = tl.arange(0, ROWS)
-        ok = r < rows
+        ok = (r < rows) & (tl.load(table + r * 8 + 6, mask=r < rows, other=0) > 0)  # those with a gradient
         count = tl.load(table + r * 8 + 4, mask=ok, other=0).to(tl.pointer_type(tl.float32))
         tl.store(count, tl.load(count, mask=ok, other=0.0) + (1.0 - held), mask=ok)
 
@@ -93,11 +95,12 @@ def update_kernel(
 
     ``rest1`` and ``rest2`` are 1 - beta, rounded once.
     """
-    if tl.load(flag) == 0.0:
-        pid = tl.program_id(0)
-        base = table + tl.load(owner + pid) * 8
+    pid = tl.program_id(0)
+    base = table + tl.load(owner + pid) * 8
+    size = tl.load(base + 6)
+    if (tl.load(flag) == 0.0) & (size > 0):
         at = tl.load(start + pid) + tl.arange(0, BLOCK)
-        ok = at < tl.load(base + 6)
+        ok = at < size
         address = tl.load(base).to(tl.pointer_type(tl.float32)) + at
         p = tl.load(address, mask=ok, other=0.0)
         g = load_gradient(base, at, ok)

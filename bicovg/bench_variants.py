@@ -1,15 +1,15 @@
 """What a benchmark changes in a network before it trains: gradient accumulation, and steps without goodness.
 
 Without goodness, a block still needs a gradient, or its convolution would be spared the weight gradient as well. Two
-stand-ins feed the readout a constant and hand back a gradient that is already there:
+stand-ins feed the readout a constant and hand back a gradient that costs nothing to make:
 
-* ``constant``: f is its own gradient; convolution, batch norm and ReLU do all their work, the tail too. Only goodness
-  is missing, but what is left runs as the plain functions, which may be slower than the fused kernels of the real step;
-* ``bare``: y, the convolution's output, is its own gradient; the forward kernels are those of the real step, and batch
-  norm and ReLU have no backward pass. So it takes less time than the real step would without goodness.
+* ``constant``: f is its own gradient. Convolution, batch norm, ReLU and tail do all their work, by the same kernels as
+  in the real step where those can take it. Only goodness is missing: its share is measured against this;
+* ``bare``: y, the convolution's output, is its own gradient, so batch norm and ReLU have no backward pass either.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ from bicovg.signals import Credit, assign_gradients
 
 
 class ConstantGoodness(nn.Module):
-    """Takes the place of BiCovG; its attributes keep a block on the plain path."""
+    """Takes the place of BiCovG."""
 
-    plain, weight, scales = True, None, (1,)
+    plain, weight, scales = False, None, (1,)
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -47,37 +47,66 @@ class _Constant(torch.autograd.Function):
         return ctx.saved_tensors[0], None
 
 
+class _FusedConstant(torch.autograd.Function):
+    """The same from y: backward, f as its own gradient, through ReLU and batch norm by the fused kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, stats: Tensor, gamma: Tensor, beta: Tensor, dim: int) -> Tensor:
+        ctx.save_for_backward(y, stats)
+        return torch.ones((len(y), dim), device=y.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from bicovg.kernels.block_backward import differentiate_into
+
+        y, stats = ctx.saved_tensors
+        B, C, H, W = y.shape
+        none = y.new_empty((0, 0))
+        energy = torch.full((B, C), H * W / 2, device=y.device)  # the gradient of the energies that makes f's own
+        sums = differentiate_into(y, none, energy, y, stats, None, none, (1,))
+        return y, None, sums[1], sums[0], None
+
+
 def replace_goodness(net: LocalNetwork, stand_in: str) -> None:
     """Take goodness out of every exit; ``stand_in`` is ``constant`` or ``bare``."""
     for block in net.modules():
         if isinstance(block, Block) and block.readout is not None:
+            known = block.fusible()
             block.goodness = ConstantGoodness(block.readout.in_features)
-            if stand_in == "bare":
-                block.finish = _bare_finish(block)  # type: ignore[method-assign]
+            block.finish = _finish_without(block, stand_in == "bare")  # type: ignore[method-assign]
+            block.fusible = partial(_still_fusible, block, known)  # type: ignore[method-assign]
 
 
-def _bare_finish(block: Block) -> Callable[..., tuple[Tensor | None, Tensor]]:
-    def finish(x: Tensor, keys: Tensor | None, emit: bool) -> tuple[Tensor | None, Tensor]:
-        y = block.convolve(x)
-        assert block.goodness is not None
-        assert block.readout is not None
-        logits: Tensor = block.readout(block.goodness(y))
-        return _emit_from_y(block, y.detach(), keys, emit), logits
-
-    return finish
+def _still_fusible(block: Block, known: bool) -> bool:
+    return known and not block.plain
 
 
-@torch.no_grad()
-def _emit_from_y(block: Block, y: Tensor, keys: Tensor | None, emit: bool) -> Tensor | None:
-    """h from y, by the same kernels as the real step where they can take it."""
+def _finish_without(block: Block, bare: bool) -> Callable[..., tuple[Tensor | None, Tensor]]:
     from bicovg.kernels.block import block_statistics, fuses_block
     from bicovg.kernels.tail import fused_tail
 
-    if block.norm is not None and fuses_block(y, None, (1,)):
-        stats, drop = block_statistics(y, block.norm), block.dropout if block.training else 0.0
-        return fused_tail(y, block.pool, drop, keys, block.index, stats) if emit else None
-    f = block.activate(y)
-    return block.emit(f, keys) if emit else None
+    goodness, readout, norm = block.goodness, block.readout, block.norm
+    assert goodness is not None
+    assert readout is not None
+
+    def finish(x: Tensor, keys: Tensor | None, emit: bool) -> tuple[Tensor | None, Tensor]:
+        y = block.convolve(x)
+        if norm is None or not block.fusible() or not fuses_block(y, None, (1,)):
+            f = block.activate(y)
+            with torch.no_grad():
+                h = block.emit(f.detach(), keys) if emit else None
+            return h, readout(goodness(y if bare else f))
+        stats, h, drop = block_statistics(y, norm), None, block.dropout if block.training else 0.0
+        if emit:
+            h = fused_tail(y.detach(), block.pool, drop, keys, block.index, stats)
+            if block.emitted is not None and block.training:
+                block.emitted(h)
+        if bare:
+            return h, readout(goodness(y))
+        constant: Tensor = _FusedConstant.apply(y, stats, norm.weight, norm.bias, goodness.dim)  # type: ignore[no-untyped-call]
+        return h, readout(constant)
+
+    return finish
 
 
 def accumulate_gradients(unit: nn.Module, parts: int) -> None:

@@ -174,9 +174,10 @@ def plan_moments(
         if parameter is None or str(owners[parameter]) != index:
             raise Unusable(f"its optimizer state does not fit config.json: {name!r:.80} is unknown")
         optimizer = optimizers[int(index)]
-        shape = torch.Size() if key == "step" else parameter.shape
-        if key not in _KEYS.get(type(optimizer), {key}) or value.shape != shape or not value.is_floating_point():
-            raise Unusable(f"its optimizer state does not fit config.json: {name!r:.80} is {tuple(value.shape)}")
+        shape, dtype = (torch.Size(), torch.float32) if key == "step" else (parameter.shape, parameter.dtype)
+        if key not in _KEYS.get(type(optimizer), {key}) or value.shape != shape or value.dtype != dtype:
+            kind = f"{value.dtype} {tuple(value.shape)}"
+            raise Unusable(f"its optimizer state does not fit config.json: {name!r:.80} is {kind}")
         planned.append((int(index), parameter, key, _place(value, parameter, key, optimizer)))
     for owner, count in Counter(parameter for _, parameter, _, _ in planned).items():
         if count != len(_KEYS.get(type(optimizers[owners[owner]]), range(count))):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bicovg.bench_variants import replace_goodness
 from bicovg.blocks import Block
 from bicovg.draws import keep_mask, make_keys
 from bicovg.goodness import bicovg
@@ -21,6 +22,7 @@ from bicovg.kernels import goodness as fused
 from bicovg.kernels.tiles import Tile
 from bicovg.layers import keyed_dropout, rms_norm, rms_pool
 from bicovg.networks import local_network
+from bicovg.signals import assign_gradients
 from bicovg.step import local_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -396,3 +398,25 @@ def test_a_wide_or_double_loss_takes_the_plain_way() -> None:
     for logits in (torch.randn(3, loss.MOST_CLASSES + 1, device=DEVICE), torch.randn(3, 4, device=DEVICE).double()):
         labels = torch.zeros(3, dtype=torch.int64, device=DEVICE)
         assert torch.equal(loss.exit_loss(logits, labels), F.cross_entropy(logits, labels))
+
+
+def test_a_block_fed_a_constant_differentiates_batch_norm_and_relu_all_the_same() -> None:
+    """The benchmark's step without goodness: f is its own gradient."""
+    gradients = []
+    for plain in (False, True):
+        torch.manual_seed(0)
+        net = local_network(3, (24,), pools=(), scales=((1, 2),), groups=(1,)).to(DEVICE, memory_format=LAST)  # type: ignore[call-overload]
+        replace_goodness(net, "constant")
+        (part,) = net.units[0].blocks  # type: ignore[misc]
+        part.plain = plain
+        assert part.fusible() is not plain
+        images = torch.rand(4, 3, 6, 6, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
+        credit = net.train().units[0].learn(images, torch.arange(3, device=DEVICE).repeat(2)[:4], None, False)  # type: ignore[operator]
+        assign_gradients([credit])
+        gradients.append({name: p.grad for name, p in net.named_parameters() if p.grad is not None})
+    mine, wanted = gradients
+    assert mine.keys() == wanted.keys()
+    assert any("norm" in name for name in mine)
+    assert any("conv" in name for name in mine)
+    for name, value in mine.items():
+        assert distance(value, wanted[name]) < 1e-4, name

@@ -34,7 +34,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make(recipe):
-    config = override(get_recipe(recipe), {"data.name": "synthetic", "train.device": DEVICE})
+    precision = "bfloat16" if DEVICE == "cuda" else "float32"
+    changes = {"data.name": "synthetic", "train.device": DEVICE, "train.precision": precision}
+    config = override(get_recipe(recipe), changes)
     place = torch.device(DEVICE)
     net = build_on(config, place)
     optimizers = make_optimizers(net, config.optim, place)
@@ -132,9 +134,11 @@ class StopAt(Stopper):
         return TIME_UP if self.step <= 0 else 0
 
 
-def resumed(folder, small):
+def resumed(folder, small, precision):
     """Whether a run stopped in the middle of an epoch ends with the bits of one that was not (deterministic mode)."""
+    folder = f"{folder}/{precision}"
     changes = {"train.device": DEVICE, "train.epochs": 2, "train.deterministic": True, "fusion.steps": 2}
+    changes["train.precision"] = precision
     config = override(get_recipe("digits"), changes | ({"model.width": 0.25} if small else {}))
     whole = Trainer.start(config, f"{folder}/whole")
     whole.train()
@@ -155,8 +159,11 @@ def main(small):
         result = {
             "planted": planted(recipe, 2),
             "guard": guard_cost(recipe, *((10, 2) if small else (60, 9))),
+            "guard_without_clip": guard_cost(
+                "digits" if small else "cifar100-bicovg", *((10, 2) if small else (300, 9))
+            ),
             "saving": saving_cost(recipe, *((10, 1) if small else (390, 3))),
-            "resumed": resumed(folder, small),
+            "resumed": [resumed(folder, small, precision) for precision in ("float32", "bfloat16")],
         }
     print(json.dumps(result))
 

@@ -96,7 +96,7 @@ def test_a_single_flipped_bit_is_found_and_walked_back_from(stopped, scratch, ro
 
 
 def damages(newest, older):
-    """(label, function) of the row's forty faults: what is missing, empty, swapped, of another schema or shape."""
+    """(label, function) of the row's faults: what is missing, empty, swapped, of another schema or shape."""
     for name in (*FILES, MANIFEST):
         yield f"{name} missing", lambda name=name: (newest / name).unlink()
         yield f"{name} empty", lambda name=name: (newest / name).write_bytes(b"")
@@ -139,10 +139,13 @@ def reshapes():
     def bend_moment(_, moments):
         moments[first(moments, "exp_avg")] = torch.zeros(1)
 
+    def widen_moment(_, moments):
+        moments[first(moments, "exp_avg")] = moments[first(moments, "exp_avg")].double()
+
     def strange_owner(_, moments):
         moments["7|nobody|exp_avg"] = torch.zeros(1)
 
-    for change in (flatten, narrow, drop, add, lose_moment, bend_moment, strange_owner):
+    for change in (flatten, narrow, drop, add, lose_moment, bend_moment, widen_moment, strange_owner):
         yield f"tensors resealed after {change.__name__}", change
 
 
@@ -176,7 +179,7 @@ def change_progress(checkpoint, **values):
 def test_a_checkpoint_that_does_not_fit_is_skipped_by_name(nursery, references, stopped, scratch, row):
     run = scratch / "run"
     labels = [label for label, _ in damages(stopped, stopped)]
-    assert len(labels) == 40
+    assert len(labels) == 41
     for number, label in enumerate(labels):
         older, newest = copy_run(stopped, run)
         list(damages(newest, older))[number][1]()

@@ -160,6 +160,20 @@ def test_operators_keep_their_contracts() -> None:
     torch.library.opcheck(torch.ops.bicovg.goodness, (f, weight, weight.detach(), [1, 2], True, False))
     keys = torch.arange(2, device=DEVICE)
     torch.library.opcheck(torch.ops.bicovg.tail, (f.detach(), None, True, 0.1, keys, 3, 1e-6))
+    norm = make_norm(16)
+    y, affine = f.detach().contiguous(memory_format=LAST), (norm.weight, norm.bias)
+    running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
+    with torch.no_grad():
+        torch.library.opcheck(torch.ops.bicovg.statistics, (y, *affine, *running, 0.1, 1e-5))
+    stats = block.block_statistics(y, norm)
+    given = (stats, *affine, weight, weight.detach(), [1, 2], True, False)
+    torch.library.opcheck(torch.ops.bicovg.block_goodness, (y.requires_grad_(), *given))
+    g, p = (x.detach() for x in torch.ops.bicovg.block_goodness(y, *given))
+    for name in ("block_goodness_backward", "block_goodness_backward_"):
+        inputs = (torch.randn_like(g), y.detach().clone(), stats, weight.detach(), p.clone(), [1, 2])
+        torch.library.opcheck(getattr(torch.ops.bicovg, name), inputs)
+    logits = torch.randn(4, 7, device=DEVICE, requires_grad=True)
+    torch.library.opcheck(torch.ops.bicovg.cross_entropy, (logits, torch.arange(4, device=DEVICE)))
 
 
 @pytest.mark.parametrize("whole", [1 << 15, 0], ids=["registers", "two-kernels"])

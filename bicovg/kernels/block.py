@@ -68,7 +68,7 @@ def statistics_op(
         moments_kernel[(parts, math.ceil(C / BC))](part, as_rows(y), rows, C=C, BR=BR, BC=BC, STAGES=3, num_warps=4)
         statistics_kernel[(math.ceil(C / 16),)](
             stats, running_mean, running_var, batches, part, as_rows(y), gamma, beta, rows, parts, momentum, eps,
-            C=C, PB=64, BC=16, num_warps=4,
+            C=C, PB=min(256, next_power(parts)), BC=16, num_warps=8,
         )  # fmt: skip
     return stats
 

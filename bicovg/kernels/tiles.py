@@ -92,7 +92,7 @@ def forward_tile(C: int, N: int, H: int, W: int, scales: Sequence[int], dtype: t
         return Tile(max(16, sample), 128 if N <= 64 else 64)
     if sample <= 64:
         return Tile(64, 64, stages=1)
-    return Tile(32, 64)
+    return Tile(64, 64, 2, 2)
 
 
 def backward_tile(C: int, N: int, H: int, W: int, scales: Sequence[int], dtype: torch.dtype) -> Tile:
@@ -120,7 +120,7 @@ def gradient_tile(C: int, N: int, H: int, dtype: torch.dtype) -> Tile:
     """Launch shape of the fused block's second backward pass."""
     if dtype != torch.bfloat16:
         return Tile(32, 32, stages=2)
-    return GRADIENT.get((C, H), Tile(32, 128, 4, 2, per_sm=4))
+    return GRADIENT.get((C, H), Tile(32, 128, 4, 2, per_sm=4) if N < 64 else Tile(32, 64, 2, 3, per_sm=8))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bicovg.blocks import Block
+from bicovg.goodness import BiCovG
 from bicovg.networks import LocalNetwork
 from bicovg.signals import Credit, assign_gradients
 
@@ -57,23 +58,24 @@ class _FusedConstant(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from bicovg.kernels.block_backward import differentiate_into
-
         y, stats = ctx.saved_tensors
         B, C, H, W = y.shape
-        none = y.new_empty((0, 0))
+        dy, none = y.detach(), y.new_empty((0, 0))
         energy = torch.full((B, C), H * W / 2, device=y.device)  # the gradient of the energies that makes f's own
-        sums = differentiate_into(y, none, energy, y, stats, None, none, (1,))
-        return y, None, sums[1], sums[0], None
+        if y.is_contiguous(memory_format=torch.channels_last) and not torch.compiler.is_compiling():
+            sums = torch.ops.bicovg.block_goodness_backward_(energy, dy, stats, None, none, [1])
+        else:
+            dy, sums = torch.ops.bicovg.block_goodness_backward(energy, dy, stats, None, none, [1])
+        return dy, None, sums[1], sums[0], None
 
 
 def replace_goodness(net: LocalNetwork, stand_in: str) -> None:
     """Take goodness out of every exit; ``stand_in`` is ``constant`` or ``bare``."""
     for block in net.modules():
         if isinstance(block, Block) and block.readout is not None:
-            known = block.fusible()
+            known, replaced = block.fusible(), block.goodness
             block.goodness = ConstantGoodness(block.readout.in_features)
-            block.finish = _finish_without(block, stand_in == "bare")  # type: ignore[method-assign]
+            block.finish = _finish_without(block, stand_in == "bare", replaced)  # type: ignore[method-assign]
             block.fusible = partial(_still_fusible, block, known)  # type: ignore[method-assign]
 
 
@@ -81,7 +83,9 @@ def _still_fusible(block: Block, known: bool) -> bool:
     return known and not block.plain
 
 
-def _finish_without(block: Block, bare: bool) -> Callable[..., tuple[Tensor | None, Tensor]]:
+def _finish_without(
+    block: Block, bare: bool, replaced: nn.Module | None
+) -> Callable[..., tuple[Tensor | None, Tensor]]:
     from bicovg.kernels.block import block_statistics, fuses_block
     from bicovg.kernels.tail import fused_tail
 
@@ -89,9 +93,15 @@ def _finish_without(block: Block, bare: bool) -> Callable[..., tuple[Tensor | No
     assert goodness is not None
     assert readout is not None
 
+    def fuses(y: Tensor) -> bool:
+        """Whether the real block would be."""
+        if not isinstance(replaced, BiCovG) or not block.fusible() or not block.training:
+            return False
+        return fuses_block(y, replaced.weight, replaced.scales)
+
     def finish(x: Tensor, keys: Tensor | None, emit: bool) -> tuple[Tensor | None, Tensor]:
         y = block.convolve(x)
-        if norm is None or not block.fusible() or not fuses_block(y, None, (1,)):
+        if norm is None or not fuses(y):
             f = block.activate(y)
             with torch.no_grad():
                 h = block.emit(f.detach(), keys) if emit else None

@@ -147,7 +147,8 @@ class Block(nn.Module):
 
         if self.goodness is None:
             return fused_available(y)
-        assert isinstance(self.goodness, BiCovG)
+        if not isinstance(self.goodness, BiCovG):
+            return False
         return fuses_block(y, self.goodness.weight, self.goodness.scales)
 
     def _judge_fused(self, y: Tensor, stats: Tensor, overwrite: bool = False) -> Tensor | None:

@@ -76,6 +76,8 @@ class Lanes(OneLane):
 
     @contextmanager
     def lane(self, index: int) -> Iterator[None]:
+        if index == 0:
+            self._forget()  # a step that raised has not joined
         self.index, self.handed_over = index, False
         number = self.stream_of(index)
         stream = self.streams[number]
@@ -106,6 +108,9 @@ class Lanes(OneLane):
     def join(self) -> None:
         for number in sorted(self.used):  # a capture refuses to wait for a stream that took no part in it
             torch.cuda.current_stream().wait_stream(self.streams[number])
+        self._forget()
+
+    def _forget(self) -> None:
         self.used.clear()
-        self.ready = self.checked = None
         self.held.clear()
+        self.ready = self.checked = None

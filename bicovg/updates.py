@@ -114,15 +114,17 @@ class FusedUpdates(Guard):
     ) -> None:
         super().__init__(net, optimizers, policy)
         self.places = find_shadows(net) if shadows else []
-        self.shadows: dict[Tensor, Tensor] = {weight: make_shadow(weight, takes) for _, weight, takes in self.places}
+        self.shadows: dict[Tensor, Tensor] = {
+            weight: weight.detach().to(torch.bfloat16) for _, weight, _ in self.places
+        }
         self.tables = [UnitTable(optimizer, self.shadows) for optimizer in optimizers]
         self.guarded = guarded
         self.buffers = BufferTable(self.units, self.flags.device)
         self._unsettled: list[tuple[UnitTable, Tensor]] = []
 
     def __enter__(self) -> "FusedUpdates":
-        for module, weight, _ in self.places:
-            module.shadow = self.shadows[weight]
+        for module, weight, takes in self.places:
+            module.shadow = self.shadows[weight].requires_grad_(takes and weight.requires_grad)
         if self.guarded:
             if self.policy == "stop":
                 self._flag[0].copy_(self._flag[-1])
@@ -130,8 +132,10 @@ class FusedUpdates(Guard):
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        for module, _, _ in self.places:
+        for module, weight, _ in self.places:
             module.shadow = None
+            if kind is not None:  # no ``zero_grad`` reaches it
+                self.shadows[weight].grad = None
         if kind is None and self.guarded:
             self.buffers.copy(self.flags, back=True)
 
@@ -240,15 +244,10 @@ def find_shadows(net: LocalNetwork) -> list[tuple[Block | BiCovG, Tensor, bool]]
     found: list[tuple[Block | BiCovG, Tensor, bool]] = []
     for block in net.modules():
         if isinstance(block, Block) and block.fusible():
-            found.append((block, block.conv.weight, block.conv.weight.requires_grad))
+            found.append((block, block.conv.weight, True))
             if isinstance(block.goodness, BiCovG) and block.goodness.weight is not None:
                 found.append((block.goodness, block.goodness.weight, False))
     return found
-
-
-def make_shadow(weight: Tensor, takes_gradient: bool) -> Tensor:
-    """A bfloat16 copy."""
-    return weight.detach().to(torch.bfloat16).requires_grad_(takes_gradient)
 
 
 def updates_available(optimizers: Sequence[Optimizer]) -> bool:
@@ -262,6 +261,7 @@ def updates_available(optimizers: Sequence[Optimizer]) -> bool:
         strange = (group.get("amsgrad"), group.get("maximize"), group.get("nesterov"), group.get("dampening"))
         if any(strange) or any(p.dtype != torch.float32 for p in group["params"]):
             return False
-        if not isinstance(group["lr"], Tensor) or 0.0 in group.get("betas", ()):
+        here = isinstance(group["lr"], Tensor) and group["lr"].device == group["params"][0].device
+        if not here or 0.0 in group.get("betas", ()):
             return False
     return True

@@ -414,12 +414,13 @@ def test_a_wide_or_double_loss_takes_the_plain_way() -> None:
         assert torch.equal(loss.exit_loss(logits, labels), F.cross_entropy(logits, labels))
 
 
-def test_a_block_fed_a_constant_differentiates_batch_norm_and_relu_all_the_same() -> None:
+@pytest.mark.parametrize("layout", [LAST, torch.contiguous_format], ids=["last", "first"])
+def test_a_block_fed_a_constant_differentiates_batch_norm_and_relu_all_the_same(layout: torch.memory_format) -> None:
     """The benchmark's step without goodness: f is its own gradient."""
     gradients = []
     for plain in (False, True):
         torch.manual_seed(0)
-        net = local_network(3, (24,), pools=(), scales=((1, 2),), groups=(1,)).to(DEVICE, memory_format=LAST)  # type: ignore[call-overload]
+        net = local_network(3, (24,), pools=(), scales=((1, 2),), groups=(1,)).to(DEVICE, memory_format=layout)  # type: ignore[call-overload]
         replace_goodness(net, "constant")
         (part,) = net.units[0].blocks  # type: ignore[misc]
         part.plain = plain
@@ -434,3 +435,41 @@ def test_a_block_fed_a_constant_differentiates_batch_norm_and_relu_all_the_same(
     assert any("conv" in name for name in mine)
     for name, value in mine.items():
         assert distance(value, wanted[name]) < 1e-4, name
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_nan_in_a_weight_reaches_the_loss_and_what_is_handed_on() -> None:
+    """ReLU by a plain maximum would make it 0, and nobody would notice."""
+    net = local_network(3, (16, 16), pools=(), scales=((1, 2), (1, 2)), groups=(1, 1)).to(DEVICE, memory_format=LAST)  # type: ignore[call-overload]
+    last = net.units[1].blocks[0]  # type: ignore[index]
+    with torch.no_grad():
+        last.norm.bias[0] = math.nan  # type: ignore[union-attr]
+        last.goodness.weight.zero_()  # type: ignore[union-attr]
+    optimizers = [torch.optim.SGD(unit.parameters(), 0.1) for unit in net.units]
+    images, labels = torch.rand(4, 3, 6, 6, device=DEVICE), torch.tensor([0, 1, 2, 0], device=DEVICE)
+    losses = local_step(net, optimizers, images, labels)
+    assert losses[0].isfinite()
+    assert losses[1].isnan()
+    y = torch.randn(2, 16, 4, 4, device=DEVICE).contiguous(memory_format=LAST)
+    norm = make_norm(16)
+    with torch.no_grad():
+        norm.bias[3] = math.nan
+    h = tail.fused_tail(y, False, 0.0, None, 0, block.block_statistics(y, norm))
+    assert h.isnan().any()
+
+
+@pytest.mark.parametrize(("N", "stages"), [(32, 3), (33, 1), (63, 1), (64, 1)])
+def test_no_asynchronous_product_is_pipelined(N: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tiles.SUMS, (512, 8), Tile(32, 64, 4, 3))
+    assert tiles.sums_tile(512, N, 8, torch.bfloat16).stages == stages
+
+
+def test_a_block_hands_over_early_in_training_alone() -> None:
+    net = local_network(3, (16,), pools=(), scales=((1, 2),), groups=(1,)).to(DEVICE, memory_format=LAST)  # type: ignore[call-overload]
+    handed: list[Tensor] = []
+    net.units[0].blocks[0].emitted = handed.append  # type: ignore[index,union-attr,assignment]
+    for training in (False, True):
+        net.train(training)
+        with torch.no_grad():
+            net.units[0](torch.rand(2, 3, 6, 6, device=DEVICE), torch.arange(2, device=DEVICE))
+        assert len(handed) == training

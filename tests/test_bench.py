@@ -18,6 +18,7 @@ from bicovg.networks import LocalNetwork, local_network
 from bicovg.profiling import graph_workspace, peak_memory, reset_peak_memory, time_steps
 from bicovg.recipes import get_recipe
 from bicovg.signals import assign_gradients
+from bicovg.step import local_step
 
 
 def tiny_request(name: str, **changes: Any) -> dict[str, Any]:
@@ -98,6 +99,14 @@ def test_accumulation_goes_through_the_unit_in_micro_batches() -> None:
     accumulate_gradients(net.units[0], 4)
     net.units[0].learn(torch.randn(8, 3, 6, 6).double(), torch.arange(8) % 5, torch.arange(8), False)
     assert seen == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("stand_in", ["constant", "bare"])
+def test_goodness_of_inner_exits_can_be_replaced_too(stand_in: str) -> None:
+    net = local_network(3, (8, 8), pools=(), scales=((1, 2), (1, 2)), groups=(2,), scope="end-to-end", exits="all")
+    replace_goodness(net, stand_in)
+    optimizers = [torch.optim.SGD(unit.parameters(), 0.1) for unit in net.units]
+    assert local_step(net, optimizers, torch.rand(4, 3, 6, 6), torch.tensor([0, 1, 2, 0])).isfinite().all()
 
 
 @pytest.mark.parametrize("stand_in", ["constant", "bare"])

@@ -37,8 +37,11 @@ class Work:
 
 
 class Stream:
-    def __init__(self) -> None:
+    """``captured``: it takes part in the capture, which begins on the device's own stream and spreads by waiting."""
+
+    def __init__(self, captured: bool = False) -> None:
         self.last: list[Work] = []
+        self.captured = captured
 
     def do(self, name: str, waits: tuple[Work, ...] = ()) -> Work:
         work = Work(name, [*self.last, *waits])
@@ -49,9 +52,12 @@ class Stream:
         return self.do("event")
 
     def wait_event(self, event: Work) -> None:
+        self.captured = True
         self.do("wait", (event,))
 
     def wait_stream(self, other: "Stream") -> None:
+        assert other.captured, "a captured stream may not wait for one that takes no part"
+        self.captured = True
         self.do("wait", tuple(other.last))
 
 
@@ -61,7 +67,7 @@ class Device:
     Stream = Stream
 
     def __init__(self) -> None:
-        self.current = Stream()
+        self.current = Stream(captured=True)
 
     def current_stream(self) -> Stream:
         return self.current
@@ -69,8 +75,10 @@ class Device:
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         before, self.current = self.current, stream
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
 
 class Output:
@@ -123,6 +131,19 @@ def test_units_before_the_first_small_one_share_a_stream_and_are_not_held() -> N
             if unit < 3:
                 assert freed == list(range(unit + 1))
         assert len(freed) < 8
+
+
+def test_a_step_that_raised_leaves_nothing_to_the_next() -> None:
+    device = Device()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "cuda", device)
+        lanes = Lanes(2)
+        with lanes.lane(0):  # and no join
+            lanes.hand_over(Output([], 0))  # type: ignore[arg-type]
+        batch = device.current.do("write the batch")
+        with lanes.lane(0):
+            assert device.current.do("read the batch").follows(batch)
+        assert not lanes.held
 
 
 @pytest.mark.parametrize(

@@ -152,22 +152,26 @@ def test_a_step_without_the_guard_trains_the_weights_themselves() -> None:
     assert not torch.equal(weight, before)
 
 
-def test_a_frozen_convolution_stays() -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_frozen_convolution_stays(late: bool) -> None:
     trained = Trained(SGD, False)
     weight = trained.net.units[1].blocks[0].conv.weight  # type: ignore[index,union-attr]
-    weight.requires_grad_(False)
+    weight.requires_grad_(late)
     for block in trained.net.modules():
         if isinstance(block, Block):
             block.plain = False
-    before = weight.clone()
+    before = weight.detach().clone()
     trained = trained.with_updates()
+    weight.requires_grad_(False)
     trained.step(0, precision="bfloat16")
     assert torch.equal(weight, before)
 
 
-def test_summed_steps_are_refused() -> None:
+def test_summed_steps_are_refused_and_leave_no_gradient_behind() -> None:
+    trained = Trained(SGD, True, shadows=True)
     with pytest.raises(TypeError, match="interleaved"):
-        Trained(SGD, True).step(0, schedule="summed")
+        trained.step(0, schedule="summed", precision="bfloat16")
+    assert all(shadow.grad is None for shadow in trained.guard.shadows.values())
 
 
 @pytest.mark.filterwarnings("ignore:overflow")

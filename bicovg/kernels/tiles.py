@@ -113,7 +113,8 @@ def sums_tile(C: int, N: int, H: int, dtype: torch.dtype) -> Tile:
     if dtype != torch.bfloat16:
         return Tile(32, 32, stages=2)
     tile = SUMS.get((C, H), Tile(32, 64, 4, 1, per_sm=4 if N < 64 else 3))
-    return replace(tile, stages=1) if N >= 64 and tile.warps % 4 == 0 else tile  # N is the product's rows here
+    # The product's rows are the projections here, padded.
+    return replace(tile, stages=1) if next_power(max(1, N)) >= 64 and tile.warps % 4 == 0 else tile
 
 
 def gradient_tile(C: int, N: int, H: int, dtype: torch.dtype) -> Tile:

@@ -1,4 +1,4 @@
-"""Blocks, units and losses on the fused kernels and on the plain functions; see ``test_kernels.py`` for how these run."""
+"""Blocks, units and losses, fused against plain; see ``test_kernels.py`` for how these run."""
 
 import math
 

@@ -55,8 +55,7 @@ def conv_few_channels(
 ) -> Float[Tensor, "b d p q"]:
     """``conv2d`` with input channels of zeros up to 8, in the dtype autocast would choose.
 
-    cuDNN's tensor-core kernels take channels by eights; an image's three go to a kernel many times slower than writing
-    its output takes.
+    cuDNN's tensor-core kernels take channels by eights; an image's three go to a slower, general kernel.
     """
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)

@@ -1,9 +1,8 @@
 """Step time of one recipe under several engines, each in a fresh process, with the largest kernels of each.
 
 python benchmarks/engines.py --recipe cifar100-bicovg --modes graph,graph-eager --profile
-python benchmarks/engines.py --recipe cifar100-bicovg --modes graph:2,graph:4,graph:4:updates     streams; fused updates
-More options of a mode: ``unpadded`` gives cuDNN an image's three channels as they are, ``search`` has it try every
-algorithm it knows.
+python benchmarks/engines.py --recipe cifar100-bicovg --modes graph:2,graph:4,graph:4:torch     streams; torch's updates
+One more option of a mode: ``search`` has cuDNN try every algorithm it knows.
 """
 
 import argparse
@@ -23,7 +22,6 @@ def measure(recipe: str, mode: str, steps: int, batch: int, profile: bool, overr
     import torch
 
     import bicovg.engine
-    from bicovg.blocks import Block
     from bicovg.config import override
     from bicovg.data.splits import load_splits, make_loaders
     from bicovg.engine import CompiledEngine, EagerEngine, GraphEngine
@@ -34,8 +32,7 @@ def measure(recipe: str, mode: str, steps: int, batch: int, profile: bool, overr
 
     torch.backends.cudnn.benchmark = True
     mode, *options = mode.split(":")
-    bicovg.engine.FUSED_UPDATES = "updates" in options
-    Block.pads_input = "unpadded" not in options
+    bicovg.engine.FUSED_UPDATES = "torch" not in options
     if "search" in options:
         torch.backends.cudnn.benchmark_limit = 0
     for streams in (int(option) for option in options if option.isdigit()):

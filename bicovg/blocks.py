@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from bicovg.draws import make_keys
 from bicovg.goodness import BiCovG, Readout
-from bicovg.layers import FeatureAlignment, conv_few_channels, keyed_dropout, rms_norm, rms_pool
-from bicovg.signals import Credit, loss_credit
+from bicovg.layers import FeatureAlignment, keyed_dropout, rms_norm, rms_pool
+from bicovg.signals import Credit, exit_credit
 
 
 class Block(nn.Module):
@@ -32,13 +32,11 @@ class Block(nn.Module):
 
     Attributes:
         plain: keep to the plain functions even where fused kernels could run.
-        pads_input: on a GPU in bfloat16, give an image of three channels the eight that its matrix units want.
         emitted: called with h as soon as it is written, in the last block of a unit on the fused kernels.
         shadow: the convolution's weight in bfloat16, which takes its place and its gradient in training.
     """
 
     plain = False
-    pads_input = True
     emitted: Callable[[Tensor], object] | None = None
     shadow: Tensor | None = None
 
@@ -68,13 +66,23 @@ class Block(nn.Module):
         """The convolution's output y, behind the FAL where there is one."""
         x = x if self.alignment is None else self.alignment(x)
         shadow = self.shadow if self.training else None
-        half = x.is_cuda and (torch.is_autocast_enabled("cuda") or x.dtype == torch.bfloat16)
-        if half and x.shape[1] < 8 and self.pads_input:
-            return conv_few_channels(x, self.conv.weight if shadow is None else shadow, self.conv.bias, padding=1)
+        weight = self.conv.weight if shadow is None else shadow
+        if self._reads_image(x, weight):
+            from bicovg.kernels.image import image_conv
+
+            return image_conv(x, weight)
         if shadow is not None:
             return F.conv2d(x, shadow, self.conv.bias, padding=1)
         y: Tensor = self.conv(x)
         return y
+
+    def _reads_image(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether the convolution runs as the kernel for few channels."""
+        if self.plain or self.conv.bias is not None:
+            return False
+        from bicovg.kernels.image import fits_image
+
+        return fits_image(x, weight)
 
     def features(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d h w"]:
         """The post-ReLU, pre-pool activations f of an input."""
@@ -253,4 +261,4 @@ class Unit(nn.Module):
 
         h, logits = self(x, keys, emit)
         plain = any(block.plain for block in self.blocks)
-        return loss_credit(h, [exit_loss(z, labels, plain) for z in logits])
+        return exit_credit(h, [exit_loss(z, labels, plain) for z in logits])

@@ -22,14 +22,14 @@ from bicovg.networks import LocalNetwork
 from bicovg.optim import learning_rate, set_learning_rate
 from bicovg.reduction import NoReduction, UnitReduction
 from bicovg.state import Snapshot
-from bicovg.step import local_step
+from bicovg.step import PRECISIONS, prepared_step
 from bicovg.synced_norm import apply_norm_stats
 from bicovg.updates import FusedUpdates, updates_available
 
 ENGINES = ("auto", "graph", "compiled", "eager")
 WARMUP_STEPS = 3
 LANES = 4
-FUSED_UPDATES = False  # bicovg.updates instead of torch's clip, check and optimizer: not yet run on a GPU
+FUSED_UPDATES = True  # bicovg.updates instead of torch's clip, check and optimizer
 
 
 class Schedule:
@@ -93,17 +93,22 @@ class EagerEngine:
 
     def train_batch(self, batch: Batch, step: int | Tensor) -> Tensor:
         """All units once; ``step`` keys the dropout masks."""
+        keys = make_keys(self.config.seed, DROPOUT, step, batch.indices)
+        return self.train_prepared(self.net.prepare(batch.images), batch.labels, keys)
+
+    def train_prepared(self, x: Tensor, labels: Tensor, keys: Tensor) -> Tensor:
+        """All units once, from the first one's input."""
         train = self.config.train
-        return local_step(
+        return prepared_step(
             self.net,
             self.optimizers,
-            batch.images,
-            batch.labels,
+            x,
+            labels,
+            keys,
             schedule=train.schedule,
             clip_norm=train.clip_norm,
             precision=train.precision,
             clip_scope=train.clip_scope,
-            keys=make_keys(self.config.seed, DROPOUT, step, batch.indices),
             guard=self.guard,
             lanes=self.lanes,
             reduction=self.reduction,
@@ -150,11 +155,10 @@ class GraphEngine(EagerEngine):
         if compiled_units:
             compile_units(net)
         device = loader.device
-        share = loader.batch_size // loader.world
-        self.indices = torch.arange(share, device=device)
+        self.indices = torch.arange(loader.batch_size // loader.world, device=device)
         self.epoch = torch.zeros((), dtype=torch.int64, device=device)
         self.step = torch.zeros((), dtype=torch.int64, device=device)
-        self.assemble = loader.assemble if compiled is False else torch.compile(loader.assemble, dynamic=False)
+        self.prepare = self._prepare if compiled is False else torch.compile(self._prepare, dynamic=False)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.losses: Tensor | None = None
 
@@ -162,8 +166,15 @@ class GraphEngine(EagerEngine):
         """The guard that also clips and steps; ``guarded`` as there."""
         return FusedUpdates(self.net, self.optimizers, self.config.train.nonfinite, shadows, guarded)
 
+    def _prepare(self, indices: Tensor, epoch: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The first unit's input in the type and layout it computes in, labels, and dropout keys."""
+        batch = self.loader.assemble(indices, epoch)
+        x = self.net.prepare(batch.images)
+        x = x.to(PRECISIONS[self.config.train.precision] or x.dtype).contiguous(memory_format=torch.channels_last)
+        return x, batch.labels, make_keys(self.config.seed, DROPOUT, step, batch.indices)
+
     def _body(self) -> Tensor:
-        return self.train_batch(self.assemble(self.indices, self.epoch), self.step)
+        return self.train_prepared(*self.prepare(self.indices, self.epoch, self.step))
 
     def capture(self) -> None:
         """Warm up (compile, library search, optimizer state), undo what the warm-up learned, then record."""

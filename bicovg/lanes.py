@@ -4,7 +4,8 @@ Unit l + 1 needs only unit l's output, never its gradient, so it can begin as so
 such freedom. With n streams the units take turns on them: forward, backward, clip and optimizer in order there.
 
 Each stream has memory of its own, so overlap costs what the units on the other streams need. Where that matters the
-first, large units stay on one stream and only small ones overlap.
+first, large units stay on one stream and only small ones overlap. The first stream is the step's own, whose memory the
+images' augmentation has used before.
 """
 
 from collections.abc import Iterator
@@ -62,31 +63,36 @@ class Lanes(OneLane):
     """
 
     def __init__(self, count: int = 2, first: int = 0) -> None:
-        self.streams = [torch.cuda.Stream() for _ in range(count)]  # type: ignore[no-untyped-call]
-        self.first = first
+        self.count, self.first = count, first
+        self.streams: list[torch.cuda.Stream] = []
+        self.begun: torch.cuda.Event | None = None
         self.ready: torch.cuda.Event | None = None
         self.checked: torch.cuda.Event | None = None
         self.held: dict[int, Tensor | None] = {}
         self.index, self.handed_over = 0, False
         self.used: set[int] = set()
+        self.others = [torch.cuda.Stream() for _ in range(count - 1)]  # type: ignore[no-untyped-call]
 
     def stream_of(self, index: int) -> int:
         """Which stream unit ``index`` runs on."""
-        return max(0, index - self.first) % len(self.streams)
+        return max(0, index - self.first) % self.count
 
     @contextmanager
     def lane(self, index: int) -> Iterator[None]:
         if index == 0:
             self._forget()  # a step that raised has not joined
+            self.streams = [torch.cuda.current_stream(), *self.others]
+            self.begun = self.streams[0].record_event()
         self.index, self.handed_over = index, False
         number = self.stream_of(index)
         stream = self.streams[number]
-        if number not in self.used:
-            stream.wait_stream(torch.cuda.current_stream())
+        if number > 0 and number not in self.used:
+            assert self.begun is not None, "the first unit comes first"
+            stream.wait_event(self.begun)
             self.used.add(number)
         if self.ready is not None:
             stream.wait_event(self.ready)
-        self.held.pop(index - len(self.streams) - 1, None)
+        self.held.pop(index - self.count - 1, None)
         with torch.cuda.stream(stream):
             yield
 
@@ -107,10 +113,10 @@ class Lanes(OneLane):
 
     def join(self) -> None:
         for number in sorted(self.used):  # a capture refuses to wait for a stream that took no part in it
-            torch.cuda.current_stream().wait_stream(self.streams[number])
+            self.streams[0].wait_stream(self.streams[number])
         self._forget()
 
     def _forget(self) -> None:
         self.used.clear()
         self.held.clear()
-        self.ready = self.checked = None
+        self.begun = self.ready = self.checked = None

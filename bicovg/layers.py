@@ -50,20 +50,6 @@ def feature_alignment(
     return h + offset[:, :, None, None].to(h.dtype)
 
 
-def conv_few_channels(
-    x: Float[Tensor, "b c h w"], weight: Float[Tensor, "d c k k"], bias: Float[Tensor, " d"] | None, padding: int
-) -> Float[Tensor, "b d p q"]:
-    """``conv2d`` with input channels of zeros up to 8, in the dtype autocast would choose.
-
-    cuDNN's tensor-core kernels take channels by eights; an image's three go to a slower, general kernel.
-    """
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight = x.to(dtype), weight.to(dtype)
-    room = (0, 0, 0, 0, 0, 8 - x.shape[1])
-    return F.conv2d(F.pad(x, room), F.pad(weight, room), bias, padding=padding)
-
-
 class RMSNorm(nn.Module):
     """Module form of ``rms_norm``."""
 

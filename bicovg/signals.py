@@ -39,6 +39,13 @@ def loss_credit(output: Tensor | None, losses: Sequence[Tensor]) -> Credit:
     return Credit(output, torch.stack([loss.detach() for loss in losses]), [(loss, None) for loss in losses])
 
 
+def exit_credit(output: Tensor | None, exits: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> Credit:
+    """The same from losses that bring (1,) values, what to differentiate, and the gradient there if it is known."""
+    values = [value for value, _, _ in exits]
+    losses = values[0] if len(values) == 1 else torch.cat(values)
+    return Credit(output, losses, [(root, slope) for _, root, slope in exits])
+
+
 def teaching_credit(output: Tensor | None, losses: Tensor, activation: Tensor, teaching: Tensor) -> Credit:
     """Credit by a teaching signal: ``teaching`` takes the place of d loss / d activation."""
     if teaching.shape != activation.shape:

@@ -56,15 +56,46 @@ def local_step(
     Returns:
         The loss of every exit.
     """
+    keys = net.train().sample_keys(images) if keys is None else keys
+    return prepared_step(
+        net,
+        optimizers,
+        net.prepare(images),
+        labels,
+        keys,
+        schedule=schedule,
+        clip_norm=clip_norm,
+        precision=precision,
+        clip_scope=clip_scope,
+        guard=guard,
+        lanes=lanes,
+        reduction=reduction,
+    )
+
+
+def prepared_step(
+    net: LocalNetwork,
+    optimizers: Sequence[Optimizer],
+    x: Float[Tensor, "b c h w"],
+    labels: Int[Tensor, " b"],
+    keys: Int[Tensor, " b"] | None,
+    *,
+    schedule: str,
+    clip_norm: float | None,
+    precision: str | None,
+    clip_scope: str,
+    guard: Guard | None,
+    lanes: OneLane | None,
+    reduction: NoReduction | None,
+) -> Float[Tensor, " e"]:
+    """``local_step`` from the first unit's input on."""
     check_step(schedule, clip_norm, clip_scope, precision)
     if len(optimizers) != len(net.units):
         raise ValueError(f"{len(optimizers)} optimizers for {len(net.units)} units: give one per unit")
     net.train()
-    keys = net.sample_keys(images) if keys is None else keys
     dtype = PRECISIONS[precision]
     watch, shared = Unguarded() if guard is None else guard, reduction or NoReduction()
-    with watch, torch.autocast(images.device.type, dtype=dtype, enabled=dtype is not None):
-        x = net.prepare(images)
+    with watch, torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None):
         if schedule == "summed":
             return _summed(net, optimizers, x, labels, keys, clip_norm, clip_scope, watch, shared)
         return _interleaved(net, optimizers, x, labels, keys, clip_norm, watch, lanes or OneLane(), shared)

@@ -61,6 +61,7 @@ class UnitTable:
         self.table = torch.zeros((len(self.parameters), 8), dtype=torch.int64, device=device)
         self.part = torch.zeros(len(self.runs), device=device)
         self.factor = torch.ones((), device=device)
+        self.corrections = torch.ones((len(self.parameters), 2), device=device)
         make_state(optimizer)
 
     def addresses(self) -> Tensor:
@@ -75,6 +76,9 @@ class UnitTable:
             for tensor in (found, shadow, *moments[:2]):
                 assert tensor is None or same_layout(tensor, parameter), "laid out unlike its parameter"
             assert all(moment is None or moment.dtype == torch.float32 for moment in moments), "moments are float32"
+            half = found if found is not None and found.dtype == torch.bfloat16 else None
+            for tensor in (parameter, half, shadow, *moments[:2]):
+                assert tensor is None or tensor.data_ptr() % 16 == 0, "not aligned"
             rows.append(
                 [
                     parameter.data_ptr(),
@@ -162,6 +166,7 @@ class FusedUpdates(Guard):
         table, runs, group = unit_table.table, unit_table.runs, unit_table.group
         adamw, rows, blocks = isinstance(optimizer, AdamW), len(unit_table.parameters), len(runs)
         beta1, beta2 = group["betas"] if adamw else (group["momentum"], 0.0)
+        logs = (math.log(beta1), math.log(beta2)) if adamw else (0.0, 0.0)
         with device_guard(table):
             if self.guarded or clip_norm is not None:
                 examine_kernel[(blocks,)](
@@ -169,15 +174,15 @@ class FusedUpdates(Guard):
                 )
             with lanes.in_order():
                 decide_kernel[(1,)](
-                    self._flag[index + 1], unit_table.factor, unit_table.part, losses, table, blocks, len(losses), rows,
-                    clip_norm or 0.0, CLIP=clip_norm is not None, COUNTS=adamw, PARTS=1024,
-                    EXITS=next_power(len(losses)), ROWS=next_power(rows), num_warps=4,
+                    self._flag[index + 1], unit_table.factor, unit_table.corrections, unit_table.part, losses, table,
+                    blocks, len(losses), rows, clip_norm or 0.0, *logs, CLIP=clip_norm is not None, COUNTS=adamw,
+                    PARTS=1024, EXITS=next_power(len(losses)), ROWS=next_power(rows), num_warps=4,
                 )  # fmt: skip
             update_kernel[(blocks,)](
-                table, runs.owner, runs.start, self._flag[index + 1], unit_table.factor, group["lr"],
-                group["weight_decay"], beta1, beta2, 1.0 - beta1, 1.0 - beta2, group.get("eps", 0.0),
-                math.log(beta1) if adamw else 0.0, math.log(beta2) if adamw else 0.0, CLIP=clip_norm is not None,
-                ADAMW=adamw, MOMENTUM=not adamw and bool(group["momentum"]), BLOCK=RUN, num_warps=4,
+                table, runs.owner, runs.start, self._flag[index + 1], unit_table.factor, unit_table.corrections,
+                group["lr"], group["weight_decay"], beta1, beta2, 1.0 - beta1, 1.0 - beta2, group.get("eps", 0.0),
+                CLIP=clip_norm is not None, ADAMW=adamw, MOMENTUM=not adamw and bool(group["momentum"]), BLOCK=RUN,
+                num_warps=8, maxnreg=80,
             )  # fmt: skip
         optimizer.zero_grad()
         for parameter in unit_table.parameters:
@@ -259,7 +264,8 @@ def updates_available(optimizers: Sequence[Optimizer]) -> bool:
             return False
         (group,) = optimizer.param_groups
         strange = (group.get("amsgrad"), group.get("maximize"), group.get("nesterov"), group.get("dampening"))
-        if any(strange) or any(p.dtype != torch.float32 for p in group["params"]):
+        known = all(p.dtype == torch.float32 and p.data_ptr() % 16 == 0 for p in group["params"])
+        if any(strange) or not known:
             return False
         here = isinstance(group["lr"], Tensor) and group["lr"].device == group["params"][0].device
         if not here or 0.0 in group.get("betas", ()):

@@ -16,6 +16,7 @@ from bicovg.draws import keep_mask, make_keys
 from bicovg.goodness import bicovg
 from bicovg.kernels import block, tail, tiles
 from bicovg.kernels import goodness as fused
+from bicovg.kernels.image import image_conv_op, image_conv_weight_op
 from bicovg.kernels.tiles import Tile
 from bicovg.layers import keyed_dropout, rms_norm, rms_pool
 
@@ -166,8 +167,11 @@ def test_operators_keep_their_contracts() -> None:
     for name in ("block_goodness_backward", "block_goodness_backward_"):
         inputs = (torch.randn_like(g), y.detach().clone(), stats, weight.detach(), p.clone(), [1, 2])
         torch.library.opcheck(getattr(torch.ops.bicovg, name), inputs)
-    logits = torch.randn(4, 7, device=DEVICE, requires_grad=True)
+    logits = torch.randn(4, 7, device=DEVICE)
     torch.library.opcheck(torch.ops.bicovg.cross_entropy, (logits, torch.arange(4, device=DEVICE)))
+    x = torch.randn(2, 3, 5, 4, device=DEVICE)
+    torch.library.opcheck(image_conv_op, (x, torch.randn(16, 3, 3, 3, device=DEVICE, requires_grad=True)))
+    torch.library.opcheck(image_conv_weight_op, (torch.randn(2, 16, 5, 4, device=DEVICE), x))
 
 
 @pytest.mark.parametrize("whole", [1 << 15, 0], ids=["registers", "two-kernels"])

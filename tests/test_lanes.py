@@ -119,6 +119,32 @@ def test_an_output_is_kept_until_its_stream_has_seen_it_read(count: int, first: 
         assert all(device.current.last[0].follows(read) for read in reads.values())
 
 
+def test_a_unit_on_another_stream_waits_for_the_output_alone() -> None:
+    device = Device()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "cuda", device)
+        lanes = Lanes(2)
+        with lanes.lane(0):
+            written = device.current.do("write the output")
+            lanes.hand_over(Output([], 0))  # type: ignore[arg-type]
+            backward = device.current.do("backward")
+        with lanes.lane(1):
+            read = device.current.do("read the output")
+        assert read.follows(written)
+        assert not read.follows(backward)
+
+
+def test_the_first_stream_is_the_steps_own() -> None:
+    device = Device()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "cuda", device)
+        own, lanes = device.current, Lanes(2)
+        for unit in range(3):
+            with lanes.lane(unit):
+                assert (device.current is own) == (unit % 2 == 0)
+                lanes.hand_over(Output([], unit))  # type: ignore[arg-type]
+
+
 def test_units_before_the_first_small_one_share_a_stream_and_are_not_held() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "cuda", Device())

@@ -15,7 +15,6 @@ from bicovg.layers import (
     FeatureAlignment,
     RMSNorm,
     RMSPool,
-    conv_few_channels,
     feature_alignment,
     keyed_dropout,
     rms_norm,
@@ -252,23 +251,3 @@ def test_feature_alignment_w1_starts_in_the_default_range_of_a_linear_layer() ->
     w1 = FeatureAlignment(64).w1.weight.detach()
     assert w1.abs().max() <= 1 / 8
     assert w1.std().item() == pytest.approx(1 / 8 / math.sqrt(3), rel=0.05)
-
-
-@pytest.mark.parametrize("channels", [1, 3, 7])
-def test_convolution_with_channels_of_zeros_is_the_convolution(channels: int) -> None:
-    x = torch.randn(2, channels, 6, 5).contiguous(memory_format=torch.channels_last)
-    conv = torch.nn.Conv2d(channels, 4, 3, padding=1)
-    wanted = conv(x)
-    found = conv_few_channels(x, conv.weight, conv.bias, 1)
-    assert torch.allclose(found, wanted, atol=1e-6)
-    grad = torch.randn_like(wanted)
-    gradients = [torch.autograd.grad(y, list(conv.parameters()), grad) for y in (wanted, found)]
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*gradients, strict=True))
-
-
-def test_convolution_with_channels_of_zeros_computes_in_autocasts_dtype() -> None:
-    x, conv = torch.randn(2, 3, 6, 5), torch.nn.Conv2d(3, 4, 3, padding=1)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        wanted, found = conv(x), conv_few_channels(x, conv.weight, conv.bias, 1)
-    assert found.dtype == wanted.dtype == torch.bfloat16
-    assert torch.allclose(found.float(), wanted.float(), atol=2e-2)

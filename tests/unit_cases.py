@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from bicovg.bench_variants import replace_goodness
 from bicovg.blocks import Block
-from bicovg.kernels import block, loss, tail
+from bicovg.kernels import block, image, loss, tail
 from bicovg.networks import local_network
 from bicovg.signals import assign_gradients
 from bicovg.step import local_step
@@ -54,15 +54,14 @@ def test_loss_and_its_gradient_equal_cross_entropy(rows: int, classes: int) -> N
     logits = (5 * torch.randn(rows, classes, device=DEVICE)).requires_grad_()
     labels = torch.randint(classes, (rows,), device=DEVICE)
     wide = logits.detach().double().requires_grad_()
-    mine, wanted = loss.exit_loss(logits, labels), F.cross_entropy(wide, labels)
-    (3.0 * mine).backward()
-    (3.0 * wanted).backward()
-    assert mine.grad_fn is not None
-    assert "cross_entropy" in mine.grad_fn.name()
-    assert abs(mine.item() - wanted.item()) < 1e-5
-    assert logits.grad is not None
+    (value, root, slope), wanted = loss.exit_loss(logits, labels), F.cross_entropy(wide, labels)
+    wanted.backward()
+    assert root is logits
+    assert value.shape == (1,)
+    assert abs(value.item() - wanted.item()) < 1e-5
+    assert slope is not None
     assert wide.grad is not None
-    assert distance(logits.grad, wide.grad) < 1e-5
+    assert distance(slope, wide.grad) < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -70,13 +69,55 @@ def test_loss_and_its_gradient_equal_cross_entropy(rows: int, classes: int) -> N
 def test_loss_of_a_logit_that_is_not_finite_is_not_finite(bad: float) -> None:
     logits = torch.zeros(5, 10, device=DEVICE)
     logits[3, 2] = bad
-    assert not loss.exit_loss(logits, torch.arange(5, device=DEVICE)).isfinite()
+    value, _, slope = loss.exit_loss(logits, torch.arange(5, device=DEVICE))
+    assert not value.isfinite()
+    assert slope is not None
+    assert not slope.isfinite().all()
 
 
 def test_a_wide_or_double_loss_takes_the_plain_way() -> None:
     for logits in (torch.randn(3, loss.MOST_CLASSES + 1, device=DEVICE), torch.randn(3, 4, device=DEVICE).double()):
         labels = torch.zeros(3, dtype=torch.int64, device=DEVICE)
-        assert torch.equal(loss.exit_loss(logits, labels), F.cross_entropy(logits, labels))
+        value, root, slope = loss.exit_loss(logits, labels)
+        assert torch.equal(root, F.cross_entropy(logits, labels))
+        assert torch.equal(value, root.view(1))
+        assert slope is None
+
+
+@pytest.mark.parametrize("layout", [LAST, torch.contiguous_format], ids=["last", "first"])
+@pytest.mark.parametrize(
+    ("batch", "channels", "outputs", "height", "width"),
+    [(2, 3, 24, 7, 5), (1, 1, 16, 1, 1), (3, 7, 130, 6, 6), (2, 4, 20, 11, 3)],
+)
+def test_the_convolution_of_an_image_and_its_weights_gradient(
+    batch: int, channels: int, outputs: int, height: int, width: int, layout: torch.memory_format
+) -> None:
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    x = torch.randn(batch, channels, height, width, device=DEVICE).to(dtype).contiguous(memory_format=layout)
+    weight = torch.randn(outputs, channels, 3, 3, device=DEVICE).to(dtype).contiguous(memory_format=layout)
+    weight.requires_grad_()
+    assert image.fits_image(x, weight)
+    y = image.image_conv(x, weight)
+    wide = weight.detach().double().requires_grad_()
+    wanted = F.conv2d(x.double(), wide, padding=1)
+    assert y.is_contiguous(memory_format=LAST)
+    limit = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    assert distance(y.detach(), wanted.detach()) < limit
+    grad = torch.randn_like(y)
+    (found,), (oracle,) = torch.autograd.grad(y, [weight], grad), torch.autograd.grad(wanted, [wide], grad.double())
+    assert found.dtype == dtype
+    assert distance(found, oracle) < limit
+
+
+def test_a_convolution_that_is_no_images_goes_the_plain_way() -> None:
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    weight = torch.zeros(8, 3, 3, 3, device=DEVICE, dtype=dtype)
+    x = torch.zeros(1, 3, 4, 4, device=DEVICE, dtype=dtype)
+    assert image.fits_image(x, weight)
+    assert not image.fits_image(x.requires_grad_(), weight)
+    assert not image.fits_image(torch.zeros(1, 8, 4, 4, device=DEVICE, dtype=dtype), weight)
+    assert not image.fits_image(x.detach().double(), weight)
+    assert not image.fits_image(x.detach(), weight[:, :, :1, :1])
 
 
 @pytest.mark.parametrize("layout", [LAST, torch.contiguous_format], ids=["last", "first"])

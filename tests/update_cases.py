@@ -29,14 +29,16 @@ IMAGES = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 class Trained:
     """A small net, trained by ``local_step`` with one guard or the other."""
 
-    def __init__(self, optim: OptimConfig, fused: bool, policy: str = "stop", shadows: bool = False) -> None:
+    def __init__(
+        self, optim: OptimConfig, fused: bool, policy: str = "stop", shadows: bool = False, kernels: bool = False
+    ) -> None:
         torch.manual_seed(0)
         self.net: LocalNetwork = local_network(
             3, (24, 40, 24), pools=(1,), scales=((2, 4), (1, 2), (1, 2)), groups=(1, 2), alignment=True, hidden=64
         ).to(DEVICE, memory_format=torch.channels_last)  # type: ignore[call-overload]
         for module in self.net.modules():
             if isinstance(module, Block):
-                module.plain = not shadows  # the other kernels have their own cases
+                module.plain = not (shadows or kernels)  # the other kernels have their own cases
         self.optimizers = make_optimizers(self.net, optim, DEVICE)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:  # the kernels read the learning rate from the device
@@ -122,7 +124,7 @@ def test_skip_goes_on_with_the_next_step() -> None:
 
 def test_shadows_train_as_autocast_does() -> None:
     """The weights that steps compute with are the rounded weights, and their gradients arrive unrounded by casts."""
-    mine, wanted = Trained(SGD, True, shadows=True), Trained(SGD, False)
+    mine, wanted = Trained(SGD, True, shadows=True), Trained(SGD, False, kernels=True)
     for number in range(3):
         losses = [trained.step(number, clip_norm=1.0, precision="bfloat16") for trained in (mine, wanted)]
         assert torch.allclose(*losses, atol=2e-3)

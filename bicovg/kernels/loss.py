@@ -1,9 +1,9 @@
-"""Cross-entropy on CUDA: the mean loss and the gradient of the logits from one small kernel.
+"""Cross-entropy on CUDA: the loss and the gradient of the logits from one small kernel.
 
 PyTorch takes eight launches for the two, which a strict network pays once per block.
 """
 
-from typing import Any
+import math
 
 import torch
 from jaxtyping import Float, Int
@@ -14,48 +14,42 @@ from bicovg.kernels.goodness import fused_available
 from bicovg.kernels.tiles import device_guard, next_power
 
 MOST_CLASSES = 2048
-ELEMENTS = 4096  # of the logits a tile
+ELEMENTS = 512  # of the logits a program: many small ones, as backward waits for them
 
 
 @torch.library.custom_op(
     "bicovg::cross_entropy", mutates_args=(), schema="(Tensor logits, Tensor labels) -> (Tensor, Tensor)"
 )
 def cross_entropy_op(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean loss, and its gradient, both float32. One program: the sum has one order."""
+    """The mean loss (1,), and its gradient, both float32."""
     from bicovg.kernels.loss_triton import cross_entropy_kernel
 
     rows, classes = logits.shape
-    loss, grad = _outputs(logits, labels)
+    losses, grad = logits.new_empty((1, rows)), logits.new_empty(logits.shape)
     BK = max(16, next_power(classes))
+    BR = max(1, ELEMENTS // BK)
     with device_guard(logits):
-        cross_entropy_kernel[(1,)](
-            loss, grad, logits.contiguous(), labels.contiguous(), rows, classes, BR=ELEMENTS // BK, BK=BK, num_warps=8
+        cross_entropy_kernel[(math.ceil(rows / BR),)](
+            losses, grad, logits.contiguous(), labels.contiguous(), rows, classes, BR=BR, BK=BK, num_warps=2
         )
-    return loss, grad
+    return losses.sum(dim=1), grad
 
 
 @cross_entropy_op.register_fake
-def _outputs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    return logits.new_empty(()), logits.new_empty(logits.shape)
+def _(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return logits.new_empty((1,)), logits.new_empty(logits.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[1])
+def exit_loss(
+    logits: Float[Tensor, "b k"], labels: Int[Tensor, " b"], plain: bool = False
+) -> tuple[Float[Tensor, "1"], Tensor, Tensor | None]:
+    """``cross_entropy(logits, labels)``: its value, and what to differentiate with which incoming gradient.
 
-
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
-    (slope,) = ctx.saved_tensors
-    return slope * grad, None
-
-
-cross_entropy_op.register_autograd(_differentiate, setup_context=_save)
-
-
-def exit_loss(logits: Float[Tensor, "b k"], labels: Int[Tensor, " b"], plain: bool = False) -> Float[Tensor, ""]:
-    """``cross_entropy(logits, labels)``, by the kernel where it can take them and ``plain`` does not forbid it."""
+    That is the loss itself; or, where the kernel can take the logits and ``plain`` does not forbid it, the logits.
+    """
     fits = logits.dtype == torch.float32 and fused_available(logits) and logits.shape[1] <= MOST_CLASSES
     if plain or not fits:
-        return F.cross_entropy(logits, labels)
-    loss: Tensor = torch.ops.bicovg.cross_entropy(logits, labels)[0]
-    return loss
+        loss = F.cross_entropy(logits, labels)
+        return loss.detach().view(1), loss, None
+    value, slope = torch.ops.bicovg.cross_entropy(logits.detach(), labels)
+    return value, logits, slope

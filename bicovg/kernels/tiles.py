@@ -42,26 +42,50 @@ class Tile:
 RECOMPUTE_CHANNELS = 128  # up to here the backward pass recomputes p in bfloat16
 # Measured bests in bfloat16 by (C, H); all else takes the rules in forward_tile and backward_tile.
 FORWARD: dict[tuple[int, int], Tile] = {
-    (128, 32): Tile(64, 64, 2, 2, 2),
-    (256, 32): Tile(64, 64, 2, 2, 2),
-    (256, 16): Tile(64, 64, 2, 2, 2),
-    (512, 16): Tile(64, 64, 2, 2, 2),
+    (128, 32): Tile(64, 64, 2, 3, 2),
+    (256, 32): Tile(64, 64, 2, 3, 2),
+    (256, 16): Tile(64, 64, 2, 3, 2),
+    (512, 16): Tile(64, 64, 2, 3, 2),
     (512, 8): Tile(32, 64, 2, 3, 2),
     (512, 4): Tile(16, 128, 4, 3, 2),
     (512, 2): Tile(16, 128, 4, 3, 2),
-    (128, 64): Tile(64, 64, 2, 2, 2),
+    (128, 64): Tile(64, 64, 2, 3, 2),
+    (128, 112): Tile(64, 64, 2, 2, 2),
+    (256, 56): Tile(64, 64, 2, 3, 2),
+    (512, 28): Tile(64, 64, 2, 3, 2),
+    (512, 14): Tile(64, 64, 2, 3, 2),
+    (512, 7): Tile(32, 64, 2, 3, 2),
 }
 BACKWARD: dict[tuple[int, int], Tile] = {}
-SUMS: dict[tuple[int, int], Tile] = {}
+SUMS: dict[tuple[int, int], Tile] = {
+    (128, 32): Tile(32, 64, 4, 1, 4),
+    (256, 32): Tile(64, 64, 4, 1, 3),
+    (256, 16): Tile(64, 64, 4, 1, 3),
+    (512, 16): Tile(64, 64, 4, 1, 3),
+    (512, 8): Tile(32, 64, 4, 1, 3),
+    (512, 4): Tile(64, 64, 4, 1, 3),
+    (512, 2): Tile(64, 64, 4, 1, 3),
+    (128, 64): Tile(32, 64, 4, 1, 4),
+    (128, 112): Tile(32, 64, 4, 1, 4),
+    (256, 56): Tile(64, 64, 4, 1, 3),
+    (512, 28): Tile(64, 64, 4, 1, 3),
+    (512, 14): Tile(64, 64, 4, 1, 3),
+    (512, 7): Tile(32, 64, 4, 1, 3),
+}
 GRADIENT: dict[tuple[int, int], Tile] = {
-    (128, 32): Tile(32, 128, 4, 3, 4),
-    (256, 32): Tile(32, 128, 4, 2, 4),
-    (256, 16): Tile(32, 64, 2, 3, 8),
-    (512, 16): Tile(32, 64, 2, 3, 8),
+    (128, 32): Tile(32, 64, 4, 3, 4),
+    (256, 32): Tile(32, 64, 2, 2, 8),
+    (256, 16): Tile(64, 64, 4, 1, 6),
+    (512, 16): Tile(32, 64, 4, 3, 4),
     (512, 8): Tile(32, 64, 4, 3, 4),
     (512, 4): Tile(64, 64, 4, 1, 6),
-    (512, 2): Tile(32, 64, 4, 2, 8),
-    (128, 64): Tile(32, 128, 4, 2, 4),
+    (512, 2): Tile(64, 64, 4, 1, 6),
+    (128, 64): Tile(32, 64, 2, 2, 8),
+    (128, 112): Tile(32, 128, 4, 2, 4),
+    (256, 56): Tile(32, 64, 2, 2, 8),
+    (512, 28): Tile(32, 64, 4, 3, 4),
+    (512, 14): Tile(32, 64, 4, 3, 4),
+    (512, 7): Tile(32, 64, 4, 3, 4),
 }
 
 
@@ -92,7 +116,7 @@ def forward_tile(C: int, N: int, H: int, W: int, scales: Sequence[int], dtype: t
         return Tile(max(16, sample), 128 if N <= 64 else 64)
     if sample <= 64:
         return Tile(64, 64, stages=1)
-    return Tile(64, 64, 2, 2)
+    return Tile(64, 64, 2, 3)
 
 
 def backward_tile(C: int, N: int, H: int, W: int, scales: Sequence[int], dtype: torch.dtype) -> Tile:
@@ -112,7 +136,7 @@ def sums_tile(C: int, N: int, H: int, dtype: torch.dtype) -> Tile:
     """Launch shape of the fused block's first backward pass."""
     if dtype != torch.bfloat16:
         return Tile(32, 32, stages=2)
-    tile = SUMS.get((C, H), Tile(32, 64, 4, 1, per_sm=4 if N < 64 else 3))
+    tile = SUMS.get((C, H), Tile(32, 64, 4, 1, per_sm=4) if C <= 128 else Tile(64, 64, 4, 1, per_sm=3))
     # The product's rows are the projections here, padded.
     return replace(tile, stages=1) if next_power(max(1, N)) >= 64 and tile.warps % 4 == 0 else tile
 
@@ -121,7 +145,7 @@ def gradient_tile(C: int, N: int, H: int, dtype: torch.dtype) -> Tile:
     """Launch shape of the fused block's second backward pass."""
     if dtype != torch.bfloat16:
         return Tile(32, 32, stages=2)
-    return GRADIENT.get((C, H), Tile(32, 128, 4, 2, per_sm=4) if N < 64 else Tile(32, 64, 2, 3, per_sm=8))
+    return GRADIENT.get((C, H), Tile(32, 64, 2, 2, per_sm=8) if N < 64 else Tile(32, 64, 4, 3, per_sm=4))
 
 
 @dataclass(frozen=True)

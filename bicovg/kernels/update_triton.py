@@ -11,14 +11,38 @@ import triton.language as tl
 
 
 @triton.jit
-def load_gradient(base: tl.tensor, at: tl.tensor, ok: tl.tensor) -> tl.tensor:
-    """A run of a gradient in float32."""
+def load_run(address: tl.tensor, at: tl.tensor, size: tl.tensor, FULL: tl.constexpr) -> tl.tensor:
+    """A run in float32; where it is FULL nothing is masked, and threads load several elements at once."""
+    if FULL:
+        return tl.load(address + at).to(tl.float32)
+    else:  # noqa: RET505  (Triton compiles only the branch taken when both are written out)
+        return tl.load(address + at, mask=at < size, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_run(address: tl.tensor, at: tl.tensor, x: tl.tensor, size: tl.tensor, FULL: tl.constexpr) -> None:
+    """A run in the type of ``address``, masked likewise."""
+    if FULL:
+        tl.store(address + at, x.to(address.dtype.element_ty))
+    else:
+        tl.store(address + at, x.to(address.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
+def load_gradient(base: tl.tensor, at: tl.tensor, size: tl.tensor, FULL: tl.constexpr) -> tl.tensor:
+    """A run of a gradient in float32; only one in bfloat16 is sure to be aligned."""
     address = tl.load(base + 1)
     if tl.load(base + 7) == 1:
-        g = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + at, mask=ok, other=0.0).to(tl.float32)
+        g = load_run(tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), 16), at, size, FULL)
     else:
-        g = tl.load(address.to(tl.pointer_type(tl.float32)) + at, mask=ok, other=0.0)
+        g = load_run(address.to(tl.pointer_type(tl.float32)), at, size, FULL)
     return g
+
+
+@triton.jit
+def aligned(address: tl.tensor) -> tl.tensor:
+    """A tensor of float32 that has its memory to itself, so that its first element is aligned."""
+    return tl.multiple_of(tl.load(address).to(tl.pointer_type(tl.float32)), 16)
 
 
 @triton.jit
@@ -28,8 +52,13 @@ def examine_kernel(
     """Sum of squares of one run of gradients, or without CLIP 0; not a finite number where one of them is not."""
     pid = tl.program_id(0)
     base = table + tl.load(owner + pid) * 8
-    at = tl.load(start + pid) + tl.arange(0, BLOCK)
-    g = load_gradient(base, at, at < tl.load(base + 6))
+    first = tl.multiple_of(tl.load(start + pid).to(tl.int32), BLOCK)
+    at = first + tl.arange(0, BLOCK)
+    size = tl.load(base + 6).to(tl.int32)
+    if first + BLOCK <= size:
+        g = load_gradient(base, at, size, True)
+    else:
+        g = load_gradient(base, at, size, False)
     tl.store(part + pid, tl.sum(g * (g if CLIP else 0.0), axis=0))
 
 
@@ -37,6 +66,7 @@ def examine_kernel(
 def decide_kernel(
     flags: tl.tensor,
     factor: tl.tensor,
+    corrections: tl.tensor,
     part: tl.tensor,
     losses: tl.tensor,
     table: tl.tensor,
@@ -44,13 +74,18 @@ def decide_kernel(
     exits: tl.tensor,
     rows: tl.tensor,
     clip: tl.tensor,
+    log_beta1: tl.tensor,
+    log_beta2: tl.tensor,
     CLIP: tl.constexpr,
     COUNTS: tl.constexpr,
     PARTS: tl.constexpr,
     EXITS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """``flags``: this unit's, behind the one before it. The clip factor; and one step more, where the unit may step."""
+    """``flags``: this unit's, behind the one before it. The clip factor; and one step more, where the unit may step.
+
+    ``corrections`` (rows, 2): what AdamW divides the moments by, for the count of each row.
+    """
     i = tl.arange(0, PARTS)
     total = tl.zeros([PARTS], dtype=tl.float32)
     for first in range(0, blocks, PARTS):
@@ -67,7 +102,57 @@ def decide_kernel(
         r = tl.arange(0, ROWS)
         ok = (r < rows) & (tl.load(table + r * 8 + 6, mask=r < rows, other=0) > 0)  # those with a gradient
         count = tl.load(table + r * 8 + 4, mask=ok, other=0).to(tl.pointer_type(tl.float32))
-        tl.store(count, tl.load(count, mask=ok, other=0.0) + (1.0 - held), mask=ok)
+        steps = tl.load(count, mask=ok, other=0.0) + (1.0 - held)
+        tl.store(count, steps, mask=ok)
+        # 1 - beta^steps, from logarithms in float64: in float32 the first steps would lose half their digits
+        steps = steps.to(tl.float64)
+        tl.store(corrections + 2 * r, (1.0 - tl.exp(steps * log_beta1)).to(tl.float32), mask=ok)
+        tl.store(corrections + 2 * r + 1, tl.sqrt(1.0 - tl.exp(steps * log_beta2)).to(tl.float32), mask=ok)
+
+
+@triton.jit
+def update_run(
+    base: tl.tensor,
+    corrections: tl.tensor,
+    at: tl.tensor,
+    size: tl.tensor,
+    scale: tl.tensor,
+    rate: tl.tensor,
+    decay: tl.tensor,
+    beta1: tl.tensor,
+    beta2: tl.tensor,
+    rest1: tl.tensor,
+    rest2: tl.tensor,
+    eps: tl.tensor,
+    ADAMW: tl.constexpr,
+    MOMENTUM: tl.constexpr,
+    FULL: tl.constexpr,
+) -> None:
+    """One run of a parameter, of its moments and of its shadow; gradients times ``scale``."""
+    address = aligned(base)
+    p = load_run(address, at, size, FULL)
+    g = load_gradient(base, at, size, FULL) * scale
+    if ADAMW:
+        moment = aligned(base + 2)
+        second = aligned(base + 3)
+        m = load_run(moment, at, size, FULL)
+        m += rest1 * (g - m)
+        v = beta2 * load_run(second, at, size, FULL) + rest2 * g * g
+        store_run(moment, at, m, size, FULL)
+        store_run(second, at, v, size, FULL)
+        p -= rate * decay * p
+        p -= rate / tl.load(corrections) * m / (tl.sqrt(v) / tl.load(corrections + 1) + eps)
+    else:
+        g += decay * p
+        if MOMENTUM:
+            moment = aligned(base + 2)
+            g += beta1 * load_run(moment, at, size, FULL)
+            store_run(moment, at, g, size, FULL)
+        p -= rate * g
+    store_run(address, at, p, size, FULL)
+    shadow = tl.load(base + 5)
+    if shadow != 0:
+        store_run(tl.multiple_of(shadow.to(tl.pointer_type(tl.bfloat16)), 16), at, p, size, FULL)
 
 
 @triton.jit
@@ -77,6 +162,7 @@ def update_kernel(
     start: tl.tensor,
     flag: tl.tensor,
     factor: tl.tensor,
+    corrections: tl.tensor,
     lr: tl.tensor,
     decay: tl.tensor,
     beta1: tl.tensor,
@@ -84,8 +170,6 @@ def update_kernel(
     rest1: tl.tensor,
     rest2: tl.tensor,
     eps: tl.tensor,
-    log_beta1: tl.tensor,
-    log_beta2: tl.tensor,
     CLIP: tl.constexpr,
     ADAMW: tl.constexpr,
     MOMENTUM: tl.constexpr,
@@ -96,42 +180,19 @@ def update_kernel(
     ``rest1`` and ``rest2`` are 1 - beta, rounded once.
     """
     pid = tl.program_id(0)
-    base = table + tl.load(owner + pid) * 8
-    size = tl.load(base + 6)
+    row = tl.load(owner + pid)
+    base = table + row * 8
+    size = tl.load(base + 6).to(tl.int32)
     if (tl.load(flag) == 0.0) & (size > 0):
-        at = tl.load(start + pid) + tl.arange(0, BLOCK)
-        ok = at < size
-        address = tl.load(base).to(tl.pointer_type(tl.float32)) + at
-        p = tl.load(address, mask=ok, other=0.0)
-        g = load_gradient(base, at, ok)
-        if CLIP:
-            g *= tl.load(factor)
+        first = tl.multiple_of(tl.load(start + pid).to(tl.int32), BLOCK)
+        at = first + tl.arange(0, BLOCK)
+        scale = tl.load(factor) if CLIP else 1.0
         rate = tl.load(lr)
-        if ADAMW:
-            moment = tl.load(base + 2).to(tl.pointer_type(tl.float32)) + at
-            second = tl.load(base + 3).to(tl.pointer_type(tl.float32)) + at
-            count = tl.load(tl.load(base + 4).to(tl.pointer_type(tl.float32))).to(tl.float64)
-            m = tl.load(moment, mask=ok, other=0.0)
-            m += rest1 * (g - m)
-            v = beta2 * tl.load(second, mask=ok, other=0.0) + rest2 * g * g
-            tl.store(moment, m, mask=ok)
-            tl.store(second, v, mask=ok)
-            # 1 - beta^count, from logarithms in float64: in float32 the first steps would lose half their digits
-            correction1 = (1.0 - tl.exp(count * log_beta1)).to(tl.float32)
-            correction2 = tl.sqrt(1.0 - tl.exp(count * log_beta2)).to(tl.float32)
-            p -= rate * decay * p
-            p -= rate / correction1 * m / (tl.sqrt(v) / correction2 + eps)
+        own = corrections + 2 * row
+        if first + BLOCK <= size:
+            update_run(base, own, at, size, scale, rate, decay, beta1, beta2, rest1, rest2, eps, ADAMW, MOMENTUM, True)
         else:
-            g += decay * p
-            if MOMENTUM:
-                moment = tl.load(base + 2).to(tl.pointer_type(tl.float32)) + at
-                g += beta1 * tl.load(moment, mask=ok, other=0.0)
-                tl.store(moment, g, mask=ok)
-            p -= rate * g
-        tl.store(address, p, mask=ok)
-        shadow = tl.load(base + 5)
-        if shadow != 0:
-            tl.store(shadow.to(tl.pointer_type(tl.bfloat16)) + at, p.to(tl.bfloat16), mask=ok)
+            update_run(base, own, at, size, scale, rate, decay, beta1, beta2, rest1, rest2, eps, ADAMW, MOMENTUM, False)
 
 
 @triton.jit

@@ -19,19 +19,16 @@ from bicovg.kernels.goodness import forward_outputs, launch_forward
 from bicovg.kernels.tiles import Tile
 
 FORWARD = [
-    Tile(32, 64, 4, 3), Tile(32, 128, 4, 3), Tile(32, 128, 4, 2), Tile(32, 64, 2, 3), Tile(64, 64, 2, 2),
-    Tile(64, 64, 4, 1), Tile(64, 128, 4, 1), Tile(64, 128, 8, 1), Tile(128, 64, 4, 1), Tile(128, 64, 8, 1),
-    Tile(128, 128, 8, 1), Tile(16, 128, 4, 3), Tile(16, 256, 4, 2),
+    Tile(64, 64, 2, 2), Tile(64, 64, 2, 3), Tile(32, 64, 2, 3), Tile(64, 128, 4, 1), Tile(128, 64, 4, 1),
+    Tile(16, 128, 4, 3),
 ]  # fmt: skip
 SUMS = [
-    Tile(32, 64, 4, 3, 4), Tile(32, 64, 4, 3, 6), Tile(32, 64, 4, 1, 6), Tile(64, 64, 4, 1, 4), Tile(64, 64, 4, 3, 3),
-    Tile(64, 64, 4, 2, 4), Tile(64, 64, 8, 1, 3), Tile(64, 128, 8, 1, 2), Tile(32, 128, 4, 3, 3),
-    Tile(32, 128, 8, 3, 3), Tile(32, 128, 8, 1, 2), Tile(32, 32, 2, 3, 8), Tile(64, 32, 2, 1, 8),
+    Tile(32, 64, 4, 1, 3), Tile(32, 64, 4, 1, 4), Tile(32, 64, 4, 2, 3), Tile(32, 64, 4, 3, 4), Tile(32, 64, 2, 1, 6),
+    Tile(64, 64, 4, 1, 3), Tile(64, 64, 4, 2, 3), Tile(64, 64, 8, 1, 2), Tile(32, 32, 2, 3, 8), Tile(32, 128, 8, 1, 2),
 ]  # fmt: skip
 GRADIENT = [
-    Tile(32, 64, 4, 3, 4), Tile(32, 64, 4, 2, 8), Tile(32, 128, 4, 3, 4), Tile(32, 128, 4, 2, 4),
-    Tile(32, 128, 8, 2, 3), Tile(64, 64, 4, 1, 6), Tile(64, 128, 8, 1, 4), Tile(32, 256, 8, 2, 2),
-    Tile(16, 128, 4, 3, 6), Tile(32, 64, 2, 3, 8), Tile(32, 128, 4, 1, 6),
+    Tile(32, 64, 4, 3, 4), Tile(32, 64, 4, 2, 8), Tile(32, 64, 2, 3, 8), Tile(32, 64, 2, 2, 8), Tile(32, 128, 4, 3, 4),
+    Tile(32, 128, 4, 2, 4), Tile(64, 64, 4, 1, 6), Tile(16, 128, 4, 3, 6),
 ]  # fmt: skip
 CANDIDATES = {"forward": FORWARD, "sums": SUMS, "gradient": GRADIENT}
 TABLES = {"forward": tiles.FORWARD, "sums": tiles.SUMS, "gradient": tiles.GRADIENT}

@@ -63,7 +63,7 @@ def merge_results(path: Path, config: Config, machine: dict[str, Any], **section
         "id": max(known, default=-1) + 1,
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "commit": find_commit(),
-        "command": " ".join(["bicovg", *sys.argv[1:]]),
+        "command": command_line(sys.argv[1:]),
         **machine,
     }
     for name, rows in sections.items():
@@ -77,6 +77,12 @@ def merge_results(path: Path, config: Config, machine: dict[str, Any], **section
         write_json(path, found)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; choose another place with --out") from None
+
+
+def command_line(words: list[str]) -> str:
+    """The command without the place its results went to, which is no part of what was measured."""
+    kept = [word for word, before in zip(words, ["", *words], strict=False) if "--out" not in (word, before)]
+    return " ".join(["bicovg", *[word for word in kept if not word.startswith("--out=")]])
 
 
 def read_results(path: Path, recipe: str) -> dict[str, Any]:

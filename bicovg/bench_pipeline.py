@@ -20,15 +20,25 @@ from bicovg.networks import dry_run
 from bicovg.optim import make_optimizers
 from bicovg.preparation import build_on, pick_device, set_up_process
 from bicovg.reduction import UnitReduction
+from bicovg.signals import wake_autograd
 from bicovg.stages import StageEngine, ends_with_pool, measure_units
 
 
 def measure_network(config: Config) -> dict[str, Any]:
-    """Seconds of every unit's part of a step, whether it ends with a pool, and the bytes it would hand on."""
+    """Seconds of every unit's part of a step, whether it ends with a pool, and the bytes it would hand on.
+
+    ``device_seconds`` are those of a GPU alone, without the launches; None on a CPU.
+    """
     device = pick_device(config.train.device)
     net, loader = build_on(config, device), synthetic_loader(config, device)
-    times = measure_units(net, make_optimizers(net, config.optim, device), config, loader)
-    return {"seconds": times, "pooled": ends_with_pool(net), "bytes": output_bytes(config)}
+    wake_autograd(device)
+    given = (net, make_optimizers(net, config.optim, device), config, loader)
+    return {
+        "seconds": measure_units(*given),
+        "device_seconds": measure_units(*given, device_time=True) if device.type == "cuda" else None,
+        "pooled": ends_with_pool(net),
+        "bytes": output_bytes(config),
+    }
 
 
 def output_bytes(config: Config) -> list[int]:

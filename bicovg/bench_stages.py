@@ -1,8 +1,11 @@
 """``bicovg bench RECIPE --stages 2 4 8``: what blocks in parallel would gain, and, where devices exist, what they do.
 
 Every unit's part of a step is timed in one process; the planner balances those times, and the prediction is the whole
-over the slowest stage. Where the machine has a GPU, or a CPU core, for every stage, the pipeline itself is measured
-against one process, in turns. On a CPU every process has one thread. No torch.
+over the slowest stage. Stages launch their kernels one by one, so on a GPU that can take longer than the kernels
+themselves: a second prediction, from the device's times alone, is for stages that would not wait for launches.
+
+Where the machine has a GPU, or a CPU core, for every stage, the pipeline itself is measured against one process, in
+turns. On a CPU every process has one thread. No torch.
 """
 
 import argparse
@@ -48,12 +51,16 @@ def one_thread(config: Config, machine: dict[str, Any]) -> Config:
 
 def predict(units: dict[str, Any], stages: int) -> Row:
     cuts = plan_cuts(units["seconds"], stages, units["pooled"])
-    return {
+    row: Row = {
         "stages": stages,
         "cuts": list(cuts),
         "predicted": predict_speedup(units["seconds"], cuts),
         "bytes_per_batch": [units["bytes"][cut - 1] for cut in cuts],
     }
+    if units["device_seconds"]:
+        row["device_cuts"] = list(plan_cuts(units["device_seconds"], stages, units["pooled"]))
+        row["device_predicted"] = predict_speedup(units["device_seconds"], row["device_cuts"])
+    return row
 
 
 def measure(config: Config, row: Row, args: argparse.Namespace) -> dict[str, Any]:
@@ -96,13 +103,25 @@ def ask_processes(request: dict[str, Any], processes: int) -> list[dict[str, Any
 
 
 def print_rows(config: Config, units: dict[str, Any], rows: list[Row], devices: int) -> None:
-    total = sum(units["seconds"])
-    shares = " ".join(f"{100 * seconds / total:.1f}" for seconds in units["seconds"])
-    table = make_table(f"{heading(config)}: blocks in parallel", ["stages", "begin with unit", "predicted", "measured"])
+    on_gpu = bool(units["device_seconds"])
+    extra = ["by device time alone", "begin with unit"] if on_gpu else []
+    columns = ["stages", "begin with unit", "predicted", *extra, "measured"]
+    table = make_table(f"{heading(config)}: blocks in parallel", columns)
     for row in rows:
         measured = row["measured"]
         found = f"{measured['speedup']:.2f}x" if measured else f"needs {row['stages']} devices, there are {devices}"
-        cuts = " ".join(map(str, (0, *row["cuts"])))
-        table.add_row(str(row["stages"]), cuts, f"{row['predicted']:.2f}x", found)
+        cells = [f"{row['device_predicted']:.2f}x", begins(row["device_cuts"])] if on_gpu else []
+        table.add_row(str(row["stages"]), begins(row["cuts"]), f"{row['predicted']:.2f}x", *cells, found)
     show(table)
-    print(f"one step in one process: {1e3 * total:.1f} ms; share of each unit in percent: {shares}")
+    print(f"one step in one process: {describe_times(units['seconds'])}")
+    if on_gpu:
+        print(f"by device time alone: {describe_times(units['device_seconds'])}")
+
+
+def begins(cuts: list[int]) -> str:
+    return " ".join(map(str, (0, *cuts)))
+
+
+def describe_times(seconds: list[float]) -> str:
+    shares = " ".join(f"{100 * unit / sum(seconds):.1f}" for unit in seconds)
+    return f"{1e3 * sum(seconds):.1f} ms; share of each unit in percent: {shares}"

@@ -5,7 +5,6 @@ replays the host only copies the next indices and a few numbers into static buff
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from bicovg.lanes import Lanes, OneLane, first_small_unit
 from bicovg.networks import LocalNetwork
 from bicovg.optim import learning_rate, set_learning_rate
 from bicovg.reduction import NoReduction, UnitReduction
+from bicovg.signals import wake_autograd
 from bicovg.state import Snapshot
 from bicovg.step import PRECISIONS, prepared_step
 from bicovg.synced_norm import apply_norm_stats
@@ -45,7 +45,7 @@ class Schedule:
 
 
 class EagerEngine:
-    """One ``local_step`` per batch of the loader.
+    """One step per batch of the loader.
 
     Attributes:
         exits: which of the network's exits this process trains; all of them, but for a stage of it.
@@ -154,10 +154,8 @@ class GraphEngine(EagerEngine):
                 hand_over_early(net, self.lanes)
         if compiled_units:
             compile_units(net)
-        device = loader.device
-        self.indices = torch.arange(loader.batch_size // loader.world, device=device)
-        self.epoch = torch.zeros((), dtype=torch.int64, device=device)
-        self.step = torch.zeros((), dtype=torch.int64, device=device)
+        self.indices = torch.arange(loader.batch_size // loader.world, device=loader.device)
+        self.epoch, self.step = (torch.zeros((), dtype=torch.int64, device=loader.device) for _ in range(2))
         self.prepare = self._prepare if compiled is False else torch.compile(self._prepare, dynamic=False)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.losses: Tensor | None = None
@@ -189,9 +187,9 @@ class GraphEngine(EagerEngine):
         with torch.cuda.graph(self.graph):
             self.losses = self._body()
         state.restore()
-        if isinstance(self.guard, FusedUpdates):
-            self.guard.settle()
         if self.guard is not None:
+            if isinstance(self.guard, FusedUpdates):
+                self.guard.settle()
             self.guard.reset()
 
     def steps(self, epoch: int, start: int = 0) -> Iterator[Tensor]:
@@ -264,6 +262,7 @@ def make_engine(
     net: LocalNetwork, optimizers: list[Optimizer], config: Config, loader: Loader, team: Team = ALONE
 ) -> EagerEngine:
     """The engine of this process: of one stage, or of the whole network, its gradients averaged over the team's."""
+    wake_autograd(loader.device)
     if team.stages > 1:
         from bicovg.stages import StageEngine
 
@@ -282,7 +281,7 @@ def choose_engine(
 ) -> EagerEngine:
     """The engine ``train.engine`` asks for; where it cannot run, the next best, with one line saying why."""
     wanted, on_gpu = config.train.engine, loader.device.type == "cuda"
-    arguments: tuple[Any, ...] = (net, optimizers, config, loader)
+    arguments = (net, optimizers, config, loader)
     if on_gpu:
         torch.backends.cudnn.benchmark = not config.train.deterministic
         torch.backends.cuda.matmul.allow_tf32 = config.train.precision == "bfloat16"  # the readouts' float32 products

@@ -72,3 +72,9 @@ def assign_gradients(credits: Sequence[Credit]) -> None:
     for credit in credits:
         for parameter, delta in credit.updates:
             parameter.grad = -delta if parameter.grad is None else parameter.grad - delta
+
+
+def wake_autograd(device: torch.device) -> None:
+    """A sum's gradient on a GPU: autograd's thread there warns if a matrix product is the first that it does."""
+    if device.type == "cuda":
+        torch.autograd.backward(torch.zeros((), device=device, requires_grad=True).square())

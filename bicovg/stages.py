@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from bicovg.step import local_step
 from bicovg.synced_norm import apply_norm_stats
 
 STATE = 4  # tag
+HOLD_CYCLES = 500_000_000  # of a GPU's clock, a quarter of a second: longer than launching a step takes
 
 
 class StageLane(OneLane):
@@ -182,10 +184,18 @@ def ends_with_pool(net: LocalNetwork) -> list[bool]:
 
 
 def measure_units(
-    net: LocalNetwork, optimizers: list[Optimizer], config: Config, loader: Loader, repeats: int = 3
+    net: LocalNetwork,
+    optimizers: list[Optimizer],
+    config: Config,
+    loader: Loader,
+    repeats: int = 3,
+    device_time: bool = False,
 ) -> list[float]:
-    """Least seconds that each unit's part of a training step takes; network and optimizers are left as they were."""
-    state, clock = TrainingState(net, optimizers), UnitClock(loader.device)
+    """Least seconds that each unit's part of a training step takes; network and optimizers are left as they were.
+
+    With ``device_time`` those of a GPU alone, as if nobody had to launch its kernels.
+    """
+    state, clock = TrainingState(net, optimizers), DeviceClock() if device_time else UnitClock(loader.device)
     known = [set(optimizer.state) for optimizer in optimizers]
     batch = next(loader.batches(0))
     train = config.train
@@ -209,21 +219,42 @@ class UnitClock(OneLane):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.rounds: list[list[float]] = []
-        self._marks: list[float] = []
+        self._marks: list[Any] = []
 
-    def _now(self) -> float:
+    def now(self) -> Any:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+    def between(self, before: Any, after: Any) -> float:
+        return float(after - before)
 
     def begin(self) -> None:
         self._marks = []
 
     @contextmanager
     def lane(self, index: int) -> Iterator[None]:
-        self._marks.append(self._now())
+        self._marks.append(self.now())
         yield
 
     def end(self) -> None:
-        marks = [*self._marks, self._now()]
-        self.rounds.append([after - before for before, after in pairwise(marks)])
+        marks = [*self._marks, self.now()]
+        self.rounds.append([self.between(before, after) for before, after in pairwise(marks)])
+
+
+class DeviceClock(UnitClock):
+    """The same on the device's own clock: it waits until all of a step is launched, then runs it without a pause."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cuda"))
+
+    def now(self) -> Any:
+        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+
+    def between(self, before: Any, after: Any) -> float:
+        after.synchronize()
+        return float(before.elapsed_time(after)) / 1e3
+
+    def begin(self) -> None:
+        super().begin()
+        torch.cuda._sleep(HOLD_CYCLES)  # type: ignore[no-untyped-call]

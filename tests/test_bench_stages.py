@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from bicovg.bench_stages import predict, print_rows
 from bicovg.cli import main
 from bicovg.partition import plan_cuts, predict_speedup
+from bicovg.recipes import get_recipe
 
 
 def test_bench_predicts_every_number_of_stages_and_measures_those_that_have_cores(
@@ -35,3 +37,25 @@ def test_bench_predicts_every_number_of_stages_and_measures_those_that_have_core
 def test_one_stage_is_nothing_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "digits", "--stages", "1"]) == 2
     assert "--stages 1 must be at least 2" in capsys.readouterr().err
+
+
+def test_on_a_gpu_the_times_of_the_device_alone_have_a_prediction_of_their_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Launches take as long for a small unit as for a large one: what stages gain then says little of the units."""
+    units = {
+        "seconds": [0.004] * 4,
+        "device_seconds": [0.004, 0.001, 0.001, 0.002],
+        "pooled": [False] * 4,
+        "bytes": [8, 4, 2],
+    }
+    row = predict(units, 2)
+    assert (row["cuts"], row["predicted"]) == ([2], pytest.approx(2.0))
+    assert (row["device_cuts"], row["device_predicted"]) == ([1], pytest.approx(2.0))
+    row = predict(units, 4)
+    assert row["predicted"] == pytest.approx(4.0)
+    assert row["device_predicted"] == pytest.approx(2.0)
+    print_rows(get_recipe("digits"), units, [{**row, "measured": None}], devices=1)
+    said = capsys.readouterr().out
+    assert "by device time alone: 8.0 ms" in said
+    assert "needs 4 devices, there are 1" in said

@@ -25,7 +25,8 @@ def make_record(folder: Path, run: Path) -> Path:
     return folder
 
 
-def test_every_table_works_without_records() -> None:
+def test_every_table_works_without_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     for name, make in TABLES.items():
         lines = make({}).splitlines()
         assert len({line.count("|") for line in lines}) == 1, name
@@ -64,6 +65,33 @@ def test_the_early_exit_table_is_that_of_the_curve_beside_the_record(tmp_path: P
     make_record(tmp_path / "records" / "mine", run)
     table = TABLES["early-exit"](read_records(tmp_path))
     assert "| mine | mean of blocks so far | 71.00 | 1.60x | 70.25 | 0.75 | held-out |" in table
+
+
+def test_the_speed_table_shows_what_was_measured_in_turns_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "benchmarks" / "results" / "some.json"
+    path.parent.mkdir(parents=True)
+
+    def side(name: str, speed: float, peak: int) -> dict[str, object]:
+        memory = {"steady_bytes": peak + 7_000_000, "data_bytes": 7_000_000}
+        known = {"batch_size": 128, "image_size": 224, "parameters": 5, "images_per_second": {"median": speed}}
+        return {"name": name, "status": "ok", "memory": memory, **known}
+
+    sides = [side("strict", 1234.4, 1_500_000_000), side("end-to-end", 1000.0, 3_000_000_000)]
+    ratio = {"strict": {"median": 1.2344, "min": 1.2, "max": 1.25}}
+    turns = {"run": 0, "sides": sides, "speed_over_end-to-end": ratio, "goodness_share": 0.1234}
+    run = {"id": 0, "gpu": "GPU", "torch": "2.0+x", "commit": "abc"}
+    found = {"recipe": "imagenet100-bicovg", "runs": [run], "rows": [], "side_by_side": [turns]}
+    path.write_text(json.dumps(found))
+    cells = "| 128 | 224 | 1,234 | 1,000 | 1.234 (1.200-1.250) | 1.50 | 3.00 | 0.50 | 12.3% | GPU, torch 2.0, abc |"
+    assert TABLES["speed"]({}).splitlines()[2] == f"| imagenet100-bicovg {cells}"
+    assert "| strict | 5 | 1234 | 1.50 | 0.50 |" in TABLES["efficiency"]({})
+    path.write_text(json.dumps({**found, "rows": [side("strict", 999.0, 2_000_000_000)]}))
+    assert "| strict | 5 | 999 | 2.00 | 0.67 |" in TABLES["efficiency"]({})
+    path.write_text(json.dumps({**found, "runs": [{**run, "gpu": None}]}))
+    assert "not run" in TABLES["speed"]({})
 
 
 def test_tables_in_a_checkout_follow_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

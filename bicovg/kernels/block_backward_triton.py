@@ -134,24 +134,32 @@ def sums_kernel(
     stride = tl.num_programs(1) * BR
     y += begin.to(tl.int64) * C  # moved along, so that what is added within the loop fits 32 bits
     q += begin.to(tl.int64) * N
+    at_y = row[:, None] * C + c[None, :]
+    at_q = row[:, None] * N + n[None, :]
+    # The next tile is on its way while one is worked on; Triton's own pipelines are slower here.
+    x = tl.load(y + at_y, mask=tile_mask(row < rows - begin, c, C, BC), other=0.0)
+    if N > 0:
+        ahead = tl.load(q + at_q, mask=tile_mask(row < rows - begin, n, N, NP), other=0.0)
     for r0 in tl.range(begin, rows, stride, num_stages=STAGES):
-        ok = row < rows - r0
-        mask = tile_mask(ok, c, C, BC)
-        x = tl.load(y + (row[:, None] * C + c[None, :]), mask=mask, other=0.0)
+        left = rows - r0
         at = slopes + (find_slopes(r0 + row, H, W, L)[:, None] * (C + N) + c[None, :])
-        slope = tl.load(at, mask=mask, other=0.0)  # 0 in rows that do not exist, as is q: what is on there is no matter
+        # 0 in rows that do not exist, as is q: what is on there is no matter
+        slope = tl.load(at, mask=tile_mask(row < left, c, C, BC), other=0.0)
         wide = x.to(tl.float32)
         z = wide * scale[None, :] + shift[None, :]
+        on = tl.where(z > 0.0, 1.0, 0.0).to(x.dtype)
+        kept = tl.where(z > 0.0, x, 0.0).to(x.dtype)
+        y += stride * C
+        q += stride * N
+        x = tl.load(y + at_y, mask=tile_mask(row < left - stride, c, C, BC), other=0.0)
         a = relu(z) * slope
         first += tl.sum(tl.reshape(a, [BR // 16, 16, BC]), axis=0)
         second += tl.sum(tl.reshape(a * wide, [BR // 16, 16, BC]), axis=0)
         if N > 0:
-            at = q + (row[:, None] * N + n[None, :])
-            scaled = tl.trans(tl.load(at, mask=tile_mask(ok, n, N, NP), other=0.0))
-            count = tl.dot(scaled, tl.where(z > 0.0, 1.0, 0.0).to(x.dtype), count, input_precision=PRECISION)
-            moment = tl.dot(scaled, tl.where(z > 0.0, x, 0.0).to(x.dtype), moment, input_precision=PRECISION)
-        y += stride * C
-        q += stride * N
+            scaled = tl.trans(ahead)
+            ahead = tl.load(q + at_q, mask=tile_mask(row < left - stride, n, N, NP), other=0.0)
+            count = tl.dot(scaled, on, count, input_precision=PRECISION)
+            moment = tl.dot(scaled, kept, moment, input_precision=PRECISION)
     own = part + tl.program_id(1).to(tl.int64) * ((2 * N + 2) * C)
     if N > 0:
         at = own + n[:, None] * C + c[None, :]

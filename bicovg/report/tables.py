@@ -8,19 +8,16 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from bicovg.bench_report import FOLDER as BENCH_FOLDER
 from bicovg.diagnostics import mean_gain
 from bicovg.errors import UserError
 from bicovg.recipes import get_recipe
 from bicovg.records import Record, load_records, seed_values
-from bicovg.report.benchmarks import read_bench
-from bicovg.report.paper import ABLATION, DIAGNOSTICS, EFFICIENCY, MAIN
+from bicovg.report.bench_tables import NOT_RUN, efficiency_table, markdown, speed_table
+from bicovg.report.paper import ABLATION, DIAGNOSTICS, MAIN
 from bicovg.runlog import read_early_exit
 
 MARKED = re.compile(r"(<!-- table: ([a-z0-9-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-NOT_RUN = "not run"
 PREDICTS_FROM = {"mean": "mean of blocks so far", "own": "the block alone", "fused": "fusion of blocks so far"}
 FITTED_ON = {
     "train": "on train",
@@ -47,11 +44,6 @@ def cell(values: Sequence[float | None], digits: int = 2) -> str:
         return "-"
     mean = f"{statistics.fmean(numbers):.{digits}f}"
     return mean if len(numbers) == 1 else f"{mean} +- {statistics.stdev(numbers):.{digits}f}"
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def of_recipe(records: Records, recipe: str) -> list[Record]:
@@ -174,48 +166,14 @@ def early_exit_table(records: Records) -> str:
     return markdown(header, rows or [[NOT_RUN, *[""] * 6]])
 
 
-def efficiency_table(records: Records) -> str:
-    """Memory and speed at 224 px from ``bicovg bench``, beside the paper's."""
-    header = ["configuration", "parameters", "images/s", "peak GB", "peak / end-to-end", "paper: GB, one GPU"]
-    header.append("paper: GB per GPU, two GPUs")
-    measured = bench_rows(get_recipe("imagenet100-bicovg").data.image_size)
-    baseline = measured.get("end-to-end")
-    rows = []
-    for name, (one, two) in EFFICIENCY.items():
-        row = measured.get(name)
-        if row is None:
-            rows.append([name, "", NOT_RUN, "", "", one, f"{two} (ours: not run)" if two else ""])
-            continue
-        peak = peak_bytes(row)
-        share = f"{peak / peak_bytes(baseline):.2f}" if baseline else "-"
-        speed = f"{row['images_per_second']['median']:.0f}"
-        known = [f"{row['parameters']:,}", speed, f"{peak / 1e9:.2f}", share]
-        rows.append([name, *known, one, f"{two} (ours: not run)" if two else ""])
-    return markdown(header, rows)
-
-
-def bench_rows(image_size: int) -> dict[str, Any]:
-    """Rows of the benchmark files at one image size, by configuration; the last measured of each."""
-    found = {}
-    for path in sorted(BENCH_FOLDER.glob("*.json")):
-        for row in (read_bench(path) or {"rows": []})["rows"]:
-            if row["image_size"] == image_size and row["status"] == "ok":
-                found[row["name"]] = row
-    return found
-
-
-def peak_bytes(row: dict[str, Any]) -> float:
-    """Steady peak without the data set."""
-    return float(row["memory"]["steady_bytes"] - (row["memory"]["data_bytes"] or 0))
-
-
 TABLES: dict[str, Callable[[Records], str]] = {
     "results": results_table,
     "ablation": ablation_table,
     "fusion": fusion_table,
     "diagnostics": diagnostics_table,
     "early-exit": early_exit_table,
-    "efficiency": efficiency_table,
+    "speed": lambda records: speed_table(),
+    "efficiency": lambda records: efficiency_table(),
 }
 
 

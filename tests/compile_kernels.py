@@ -69,6 +69,7 @@ def compile_block(dtype: torch.dtype, C: int, H: int, scales: tuple[int, int], p
     y = torch.zeros(16, C, H, H, dtype=dtype).contiguous(memory_format=torch.channels_last)
     norm, weight = torch.nn.BatchNorm2d(C), torch.zeros(C // 8, C)
     with torch.no_grad():
+        stats = block.block_statistics(y[:1], norm)
         stats = block.block_statistics(y, norm)
     g, p = forward_outputs(y, weight, scales, True, always=True)
     launch_forward(g, p, y, weight.to(dtype), scales, stats)

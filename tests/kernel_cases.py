@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from bicovg.draws import keep_mask, make_keys
 from bicovg.goodness import bicovg
-from bicovg.kernels import block, tail, tiles
+from bicovg.kernels import block, block_backward, tail, tiles
 from bicovg.kernels import goodness as fused
 from bicovg.kernels.image import image_conv_op, image_conv_weight_op
 from bicovg.kernels.tiles import Tile
@@ -212,6 +212,7 @@ def make_norm(channels: int) -> nn.BatchNorm2d:
     return norm
 
 
+@pytest.mark.parametrize("few", [True, False], ids=["fewer-launches", "more-programs"])
 @pytest.mark.parametrize(
     ("shape", "scales", "projections", "last"),
     [
@@ -222,9 +223,16 @@ def make_norm(channels: int) -> nn.BatchNorm2d:
     ],
 )
 def test_block_equals_batch_norm_relu_and_goodness(
-    shape: tuple[int, ...], scales: tuple[int, ...], projections: int, last: bool
+    shape: tuple[int, ...],
+    scales: tuple[int, ...],
+    projections: int,
+    last: bool,
+    few: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """g, the running statistics, and the gradients of y, gamma, beta and W, through the batch statistics."""
+    monkeypatch.setattr(block, "FEW_ROWS", 1000 if few else 0)
+    monkeypatch.setattr(block_backward, "FEW_WORKERS", 1000 if few else 0)
     C = shape[1]
     y = draw_maps(shape, last) - 0.4 + 3.0 * torch.rand(C, 1, 1, device=DEVICE)
     if last:
@@ -249,7 +257,7 @@ def test_block_equals_batch_norm_relu_and_goodness(
         assert wanted.grad is not None
         assert distance(leaf.grad, wanted.grad) < 1e-5
     for name, wanted_buffer in oracle.named_buffers():
-        assert torch.allclose(norm.get_buffer(name).double(), wanted_buffer.double(), rtol=1e-6)
+        assert torch.allclose(norm.get_buffer(name).double(), wanted_buffer.double(), rtol=1e-6, atol=1e-6)
 
 
 def test_a_block_may_put_its_gradient_in_the_place_of_y() -> None:
@@ -272,7 +280,9 @@ def test_a_block_may_put_its_gradient_in_the_place_of_y() -> None:
         g.square().sum().backward()
 
 
-def test_statistics_survive_a_mean_far_from_zero() -> None:
+@pytest.mark.parametrize("few_rows", [1000, 0])
+def test_statistics_survive_a_mean_far_from_zero(few_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block, "FEW_ROWS", few_rows)
     y = (torch.randn(4, 8, 6, 6, device=DEVICE) + 300.0).contiguous(memory_format=LAST)
     stats = block.block_statistics(y, make_norm(8))
     spread = y.double().var(dim=(0, 2, 3), unbiased=False)

@@ -26,6 +26,7 @@ from bicovg.kernels.goodness import MOST_PROJECTIONS, forward_outputs, fused_ava
 from bicovg.kernels.tiles import device_guard, next_power
 
 MOMENT_TILE = (32, 128)  # rows, channels
+FEW_ROWS = 2048  # up to here one launch makes the statistics
 MOMENT_PROGRAMS = 1056  # at most, over all blocks of channels
 
 
@@ -57,18 +58,25 @@ def statistics_op(
     eps: float,
 ) -> Tensor:
     """(4, C) float32 as ``norm_triton`` describes; the running statistics move as ``nn.BatchNorm2d`` moves them."""
-    from bicovg.kernels.norm_triton import moments_kernel, statistics_kernel
+    from bicovg.kernels.norm_triton import few_rows_kernel, moments_kernel, statistics_kernel
 
     rows, C = as_rows(y).shape
+    running = (running_mean, running_var, batches)
+    stats = torch.empty((4, C), dtype=torch.float32, device=y.device)
+    if rows <= FEW_ROWS:
+        with device_guard(y):
+            few_rows_kernel[(math.ceil(C / 16),)](
+                stats, *running, as_rows(y), gamma, beta, rows, momentum, eps, C=C, BR=128, BC=16, num_warps=4
+            )
+        return stats
     BR, BC = MOMENT_TILE[0], min(MOMENT_TILE[1], max(16, next_power(C)))
     chunks = math.ceil(C / BC)
     parts = min(max(1, MOMENT_PROGRAMS // chunks), math.ceil(rows / BR))
     part = torch.empty((parts, 2, C), dtype=torch.float32, device=y.device)
-    stats = torch.empty((4, C), dtype=torch.float32, device=y.device)
     with device_guard(y):
         moments_kernel[(parts, chunks)](part, as_rows(y), rows, C=C, BR=BR, BC=BC, STAGES=3, num_warps=4)
         statistics_kernel[(math.ceil(C / 16),)](
-            stats, running_mean, running_var, batches, part, as_rows(y), gamma, beta, rows, parts, momentum, eps,
+            stats, *running, part, as_rows(y), gamma, beta, rows, parts, momentum, eps,
             C=C, PB=min(256, next_power(parts)), BC=16, num_warps=8,
         )  # fmt: skip
     return stats

@@ -10,6 +10,7 @@ from bicovg.kernels.goodness import scale_pair
 from bicovg.kernels.tiles import cut_batch, device_guard, gradient_tile, next_power, sums_tile
 
 SCALED = 4096  # elements of p a program
+FEW_WORKERS = 16  # up to here their sums are added where they are used
 
 
 def differentiate_into(
@@ -85,8 +86,10 @@ def launch_sums(
             part, y, q, slopes, stats, rows, C=C, N=N, H=H, W=W, L=math.lcm(*scales), BR=tile.pixels, BC=BC, NP=NP,
             PRECISION="ieee", STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers,
         )  # fmt: skip
+        if workers > FEW_WORKERS:
+            part = part.sum(dim=0, keepdim=True)
         finish_kernel[(math.ceil(C / 16),)](
-            sums, part.sum(dim=0), y if cast is None else cast, stats, C=C, N=N, BC=16, NP=NP, num_warps=4
+            sums, part, y if cast is None else cast, stats, len(part), C=C, N=N, BC=16, NP=NP, num_warps=4
         )
     return sums
 

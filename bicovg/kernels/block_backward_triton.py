@@ -173,30 +173,38 @@ def sums_kernel(
 @triton.jit
 def finish_kernel(
     sums: tl.tensor,
-    total: tl.tensor,
+    part: tl.tensor,
     w: tl.tensor,
     stats: tl.tensor,
+    workers: tl.tensor,
     C: tl.constexpr,
     N: tl.constexpr,
     BC: tl.constexpr,
     NP: tl.constexpr,
 ) -> None:
-    """(N + 2, C): dW, the sum of dz (dbeta) and of dz * xhat (dgamma), from the workers' added sums.
+    """(N + 2, C): dW, the sum of dz (dbeta) and of dz * xhat (dgamma), from the workers' sums.
 
     f = scale * y + shift where it is on, so dW needs no sum of its own, and W carries both sums to dz.
     """
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     n = tl.arange(0, NP)
     ok = c < C
-    first = tl.load(total + 2 * N * C + c, mask=ok, other=0.0)
-    second = tl.load(total + (2 * N + 1) * C + c, mask=ok, other=0.0)
+    keep = (n < N)[:, None] & ok[None, :]
+    at = n[:, None] * C + c[None, :]
+    first = tl.zeros([BC], dtype=tl.float32)
+    second = tl.zeros([BC], dtype=tl.float32)
+    count = tl.zeros([NP, BC], dtype=tl.float32)
+    moment = tl.zeros([NP, BC], dtype=tl.float32)
+    for _ in range(workers):
+        first += tl.load(part + 2 * N * C + c, mask=ok, other=0.0)
+        second += tl.load(part + (2 * N + 1) * C + c, mask=ok, other=0.0)
+        if N > 0:
+            count += tl.load(part + at, mask=keep, other=0.0)
+            moment += tl.load(part + N * C + at, mask=keep, other=0.0)
+        part += (2 * N + 2) * C
     mean = tl.load(stats + c, mask=ok, other=0.0)
     rstd = tl.load(stats + C + c, mask=ok, other=0.0)
     if N > 0:
-        keep = (n < N)[:, None] & ok[None, :]
-        at = n[:, None] * C + c[None, :]
-        count = tl.load(total + at, mask=keep, other=0.0)
-        moment = tl.load(total + N * C + at, mask=keep, other=0.0)
         scale = tl.load(stats + 2 * C + c, mask=ok, other=0.0)
         shift = tl.load(stats + 3 * C + c, mask=ok, other=0.0)
         tl.store(sums + at, scale[None, :] * moment + shift[None, :] * count, mask=keep)

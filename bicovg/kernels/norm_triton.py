@@ -58,6 +58,43 @@ def moments_kernel(
 
 
 @triton.jit
+def store_statistics(
+    stats: tl.tensor,
+    running_mean: tl.tensor,
+    running_var: tl.tensor,
+    batches: tl.tensor,
+    pivot: tl.tensor,
+    total: tl.tensor,
+    square: tl.tensor,
+    gamma: tl.tensor,
+    beta: tl.tensor,
+    rows: tl.tensor,
+    momentum: tl.tensor,
+    eps: tl.tensor,
+    c: tl.tensor,
+    C: tl.constexpr,
+) -> None:
+    """Statistics of channels c from the sums of y - pivot and of its square; the running statistics move here too."""
+    ok = c < C
+    offset = total / rows
+    variance = relu(square / rows - offset * offset)
+    mean = offset + pivot
+    rstd = 1.0 / tl.sqrt(variance + eps)
+    scale = tl.load(gamma + c, mask=ok, other=0.0) * rstd
+    tl.store(stats + c, mean, mask=ok)
+    tl.store(stats + C + c, rstd, mask=ok)
+    tl.store(stats + 2 * C + c, scale, mask=ok)
+    tl.store(stats + 3 * C + c, tl.load(beta + c, mask=ok, other=0.0) - mean * scale, mask=ok)
+    old = tl.load(running_mean + c, mask=ok, other=0.0)
+    tl.store(running_mean + c, old + momentum * (mean - old), mask=ok)
+    old = tl.load(running_var + c, mask=ok, other=0.0)
+    unbiased = variance * (rows / tl.maximum(rows - 1.0, 1.0))
+    tl.store(running_var + c, old + momentum * (unbiased - old), mask=ok)
+    if tl.program_id(0) == 0:
+        tl.store(batches, tl.load(batches) + 1)
+
+
+@triton.jit
 def statistics_kernel(
     stats: tl.tensor,
     running_mean: tl.tensor,
@@ -75,7 +112,7 @@ def statistics_kernel(
     PB: tl.constexpr,
     BC: tl.constexpr,
 ) -> None:
-    """Batch statistics from the programs' sums, in a fixed order; the running statistics move here too."""
+    """Batch statistics from the programs' sums, in a fixed order."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     ok = c < C
     total = tl.zeros([BC], dtype=tl.float32)
@@ -86,19 +123,43 @@ def statistics_kernel(
         at = part + row[:, None] * (2 * C) + c[None, :]
         total += tl.sum(tl.load(at, mask=mask, other=0.0), axis=0)
         square += tl.sum(tl.load(at + C, mask=mask, other=0.0), axis=0)
-    offset = total / rows
-    variance = relu(square / rows - offset * offset)
-    mean = offset + tl.load(y + c, mask=ok, other=0.0).to(tl.float32)
-    rstd = 1.0 / tl.sqrt(variance + eps)
-    scale = tl.load(gamma + c, mask=ok, other=0.0) * rstd
-    tl.store(stats + c, mean, mask=ok)
-    tl.store(stats + C + c, rstd, mask=ok)
-    tl.store(stats + 2 * C + c, scale, mask=ok)
-    tl.store(stats + 3 * C + c, tl.load(beta + c, mask=ok, other=0.0) - mean * scale, mask=ok)
-    old = tl.load(running_mean + c, mask=ok, other=0.0)
-    tl.store(running_mean + c, old + momentum * (mean - old), mask=ok)
-    old = tl.load(running_var + c, mask=ok, other=0.0)
-    unbiased = variance * (rows / tl.maximum(rows - 1.0, 1.0))
-    tl.store(running_var + c, old + momentum * (unbiased - old), mask=ok)
-    if tl.program_id(0) == 0:
-        tl.store(batches, tl.load(batches) + 1)
+    pivot = tl.load(y + c, mask=ok, other=0.0).to(tl.float32)
+    store_statistics(
+        stats, running_mean, running_var, batches, pivot, total, square, gamma, beta, rows, momentum, eps, c, C
+    )  # fmt: skip
+
+
+@triton.jit
+def few_rows_kernel(
+    stats: tl.tensor,
+    running_mean: tl.tensor,
+    running_var: tl.tensor,
+    batches: tl.tensor,
+    y: tl.tensor,
+    gamma: tl.tensor,
+    beta: tl.tensor,
+    rows: tl.tensor,
+    momentum: tl.tensor,
+    eps: tl.tensor,
+    C: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+) -> None:
+    """Batch statistics in one launch, a program going through all rows of its channels."""
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    ok = c < C
+    pivot = tl.load(y + c, mask=ok, other=0.0).to(tl.float32)
+    total = tl.zeros([BR, BC], dtype=tl.float32)
+    square = tl.zeros([BR, BC], dtype=tl.float32)
+    for r0 in range(0, rows, BR):
+        r = r0 + tl.arange(0, BR)
+        mask = (r < rows)[:, None] & ok[None, :]
+        x = tl.load(y + r[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        x = tl.where(mask, x - pivot[None, :], 0.0)
+        total += x
+        square += x * x
+    total = tl.sum(total, axis=0)
+    square = tl.sum(square, axis=0)
+    store_statistics(
+        stats, running_mean, running_var, batches, pivot, total, square, gamma, beta, rows, momentum, eps, c, C
+    )  # fmt: skip

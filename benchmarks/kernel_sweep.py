@@ -114,10 +114,10 @@ def measure(trial: Trial, cases: list[Case]) -> float:
     apply(trial)
     scales = trial.block.scales
     casts = [case.weight.bfloat16() for case in cases]
-    slopes = [backward.launch_slopes(case.grad, case.y, case.weight.shape[0], scales) for case in cases]
     scaled = [torch.empty_like(case.p) for case in cases]
-    for case, slope, q in zip(cases, slopes, scaled, strict=True):
-        backward.launch_scaling(q, case.p, case.y, slope, scales)
+    slopes = [
+        backward.launch_slopes(q, case.p, case.grad, case.y, scales) for case, q in zip(cases, scaled, strict=True)
+    ]
     sums = [
         backward.launch_sums(s, c.y, w, q, c.stats, scales)
         for s, c, w, q in zip(slopes, cases, casts, scaled, strict=True)

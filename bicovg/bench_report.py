@@ -59,13 +59,7 @@ def merge_results(path: Path, config: Config, machine: dict[str, Any], **section
     """Write new entries into the file, in place of older ones of the same configuration."""
     found = read_results(path, config.recipe)
     known = [entry["id"] for entry in found["runs"]]
-    this = {
-        "id": max(known, default=-1) + 1,
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "commit": find_commit(),
-        "command": command_line(sys.argv[1:]),
-        **machine,
-    }
+    this = {"id": max(known, default=-1) + 1, **describe_run(machine)}
     for name, rows in sections.items():
         new = {row_key(row) for row in rows}
         kept = [row for row in found[name] if row_key(row) not in new]
@@ -77,6 +71,12 @@ def merge_results(path: Path, config: Config, machine: dict[str, Any], **section
         write_json(path, found)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; choose another place with --out") from None
+
+
+def describe_run(machine: dict[str, Any]) -> dict[str, Any]:
+    """When, of which code, by which command and where something was measured."""
+    date = time.strftime("%Y-%m-%d %H:%M:%S")
+    return {"date": date, "commit": find_commit(), "command": command_line(sys.argv[1:]), **machine}
 
 
 def command_line(words: list[str]) -> str:

@@ -18,7 +18,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from bicovg.bench_report import heading, make_table, show
+from bicovg.bench_report import describe_run, heading, make_table, show
 from bicovg.config import Config, override
 from bicovg.errors import UserError
 from bicovg.partition import plan_cuts, predict_speedup
@@ -40,7 +40,8 @@ def run_stages(config: Config, args: argparse.Namespace, machine: dict[str, Any]
 
         from bicovg.runlog import write_json
 
-        write_json(Path(args.out), {"recipe": config.recipe, **machine, "units": units, "rows": rows})
+        about = {"recipe": config.recipe, "precision": config.train.precision, **describe_run(machine)}
+        write_json(Path(args.out), {**about, "units": units, "rows": rows})
         print(f"written: {args.out}")
     return 0
 

@@ -1,8 +1,9 @@
 """The one seam between a method and the engine: the credit a unit receives in a step.
 
-A unit's ``learn`` returns a ``Credit``, built by one of three functions, one per kind of credit signal:
+A unit's ``learn`` returns a ``Credit``. There are three kinds of credit signal:
 
-* ``loss_credit``: scalars, differentiated inside the unit only (BiCovG, HGB, backprop, ...);
+* ``loss_credit``: scalars, differentiated inside the unit only (BiCovG, HGB, backprop, ...); ``exit_credit`` where a
+  loss comes with its gradient;
 * ``teaching_credit``: a tensor shaped like the unit's output, pushed through one local vector-Jacobian product;
 * ``delta_credit``: explicit parameter updates, no autograd.
 
@@ -75,6 +76,6 @@ def assign_gradients(credits: Sequence[Credit]) -> None:
 
 
 def wake_autograd(device: torch.device) -> None:
-    """A sum's gradient on a GPU: autograd's thread there warns if a matrix product is the first that it does."""
+    """A number's gradient on a GPU: autograd's thread there warns if a matrix product is the first that it does."""
     if device.type == "cuda":
         torch.autograd.backward(torch.zeros((), device=device, requires_grad=True).square())

@@ -264,8 +264,8 @@ def updates_available(optimizers: Sequence[Optimizer]) -> bool:
             return False
         (group,) = optimizer.param_groups
         strange = (group.get("amsgrad"), group.get("maximize"), group.get("nesterov"), group.get("dampening"))
-        known = all(p.dtype == torch.float32 and p.data_ptr() % 16 == 0 for p in group["params"])
-        if any(strange) or not known:
+        fits = [p.dtype == torch.float32 and p.data_ptr() % 16 == 0 and p.numel() < 1 << 31 for p in group["params"]]
+        if any(strange) or not all(fits):
             return False
         here = isinstance(group["lr"], Tensor) and group["lr"].device == group["params"][0].device
         if not here or 0.0 in group.get("betas", ()):

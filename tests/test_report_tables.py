@@ -76,7 +76,8 @@ def test_the_speed_table_shows_what_was_measured_in_turns_on_a_gpu(
 
     def side(name: str, speed: float, peak: int) -> dict[str, object]:
         memory = {"steady_bytes": peak + 7_000_000, "data_bytes": 7_000_000}
-        known = {"batch_size": 128, "image_size": 224, "parameters": 5, "images_per_second": {"median": speed}}
+        known: dict[str, object] = {"batch_size": 128, "image_size": 224, "precision": "bfloat16", "parameters": 5}
+        known |= {"images_per_second": {"median": speed}}
         return {"name": name, "status": "ok", "memory": memory, **known}
 
     sides = [side("strict", 1234.4, 1_500_000_000), side("end-to-end", 1000.0, 3_000_000_000)]
@@ -85,13 +86,17 @@ def test_the_speed_table_shows_what_was_measured_in_turns_on_a_gpu(
     run = {"id": 0, "gpu": "GPU", "torch": "2.0+x", "commit": "abc"}
     found = {"recipe": "imagenet100-bicovg", "runs": [run], "rows": [], "side_by_side": [turns]}
     path.write_text(json.dumps(found))
-    cells = "| 128 | 224 | 1,234 | 1,000 | 1.234 (1.200-1.250) | 1.50 | 3.00 | 0.50 | 12.3% | GPU, torch 2.0, abc |"
-    assert TABLES["speed"]({}).splitlines()[2] == f"| imagenet100-bicovg {cells}"
+    cells = "| 1,234 | 1,000 | 1.234 (1.200-1.250) | 1.50 | 3.00 | 0.50 | 12.3% | GPU, torch 2.0, abc |"
+    assert TABLES["speed"]({}).splitlines()[2] == f"| imagenet100-bicovg | 128 | 224 | bfloat16 {cells}"
     assert "| strict | 5 | 1234 | 1.50 | 0.50 |" in TABLES["efficiency"]({})
     path.write_text(json.dumps({**found, "rows": [side("strict", 999.0, 2_000_000_000)]}))
     assert "| strict | 5 | 999 | 2.00 | 0.67 |" in TABLES["efficiency"]({})
+    memory = {"steady_bytes": None, "data_bytes": None}  # as on a CPU
+    for one in sides:
+        one["memory"] = memory
     path.write_text(json.dumps({**found, "runs": [{**run, "gpu": None}]}))
     assert "not run" in TABLES["speed"]({})
+    assert "| strict |  | not run |" in TABLES["efficiency"]({})
 
 
 def test_tables_in_a_checkout_follow_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

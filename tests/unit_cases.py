@@ -84,14 +84,23 @@ def test_a_wide_or_double_loss_takes_the_plain_way() -> None:
         assert slope is None
 
 
+@pytest.mark.parametrize("workers", [528, 1], ids=["one-tile", "all-tiles"])
 @pytest.mark.parametrize("layout", [LAST, torch.contiguous_format], ids=["last", "first"])
 @pytest.mark.parametrize(
     ("batch", "channels", "outputs", "height", "width"),
-    [(2, 3, 24, 7, 5), (1, 1, 16, 1, 1), (3, 7, 130, 6, 6), (2, 4, 20, 11, 3)],
+    [(3, 3, 24, 7, 8), (1, 1, 16, 1, 1), (3, 7, 130, 6, 6), (2, 4, 20, 11, 3)],
 )
 def test_the_convolution_of_an_image_and_its_weights_gradient(
-    batch: int, channels: int, outputs: int, height: int, width: int, layout: torch.memory_format
+    batch: int,
+    channels: int,
+    outputs: int,
+    height: int,
+    width: int,
+    layout: torch.memory_format,
+    workers: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(image, "WORKERS", workers)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     x = torch.randn(batch, channels, height, width, device=DEVICE).to(dtype).contiguous(memory_format=layout)
     weight = torch.randn(outputs, channels, 3, 3, device=DEVICE).to(dtype).contiguous(memory_format=layout)

@@ -84,6 +84,28 @@ def test_updates_equal_torchs_clip_and_optimizer(optim: OptimConfig, clip_norm: 
     assert mine.tensors().keys() == reference.keys()
 
 
+def test_parameters_that_miss_steps_are_corrected_by_their_own_counts() -> None:
+    """In step s every parameter but the s-th of a unit has a gradient."""
+    mine, wanted = Trained(ADAMW, True), Trained(ADAMW, False)
+    for step in range(3):
+        for trained in (mine, wanted):
+            trained.net.train()
+            for unit, (module, optimizer) in enumerate(zip(trained.net.units, trained.optimizers, strict=True)):
+                generator = torch.Generator().manual_seed(10 * step + unit)
+                for place, parameter in enumerate(module.parameters()):
+                    drawn = torch.randn(parameter.shape, generator=generator).to(DEVICE)
+                    grad = torch.empty_like(parameter).copy_(drawn)  # laid out like the parameter
+                    parameter.grad = None if place == step else grad
+                with trained.guard:
+                    losses = torch.zeros(1, device=DEVICE)
+                    trained.guard.finish(unit, module, losses, optimizer, None, OneLane())
+    reference = wanted.tensors()
+    counts = {float(value) for name, value in reference.items() if name.endswith(".step")}
+    assert counts == {2.0, 3.0}
+    for name, value in mine.tensors().items():
+        assert torch.allclose(value, reference[name], rtol=1e-4, atol=2e-6), name
+
+
 @pytest.mark.parametrize("optim", [ADAMW, SGD], ids=["adamw", "sgd"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_unit_keeps_its_bits_and_those_behind_it(optim: OptimConfig, bad: float) -> None:

@@ -24,40 +24,28 @@ def differentiate_into(
     scales: Sequence[int],
 ) -> Tensor:
     """Fill dy, which may be y, and q, which may be p; returns (N + 2, C) float32: dW, dbeta, dgamma."""
-    slopes = launch_slopes(grad.contiguous(), y, 0 if cast is None else cast.shape[0], scales)
-    launch_scaling(q, p, y, slopes, scales)
+    slopes = launch_slopes(q, p, grad.contiguous(), y, scales)
     sums = launch_sums(slopes, y, cast, q, stats, scales)
     launch_gradient(dy, slopes, sums, y, cast, q, stats, scales)
     return sums
 
 
-def launch_slopes(grad: Tensor, y: Tensor, N: int, scales: Sequence[int]) -> Tensor:
-    """(B, L * L, C + N) float32, see ``slopes_kernel``."""
+def launch_slopes(q: Tensor, p: Tensor, grad: Tensor, y: Tensor, scales: Sequence[int]) -> Tensor:
+    """Fill q, which may be p: p times the slopes of its energies. Returns those of f, (B, L * L, C) float32."""
     from bicovg.kernels.block_backward_triton import slopes_kernel
 
-    B, C, H, W = y.shape
-    L, K = math.lcm(*scales), C + N
+    (B, C, H, W), (rows, N) = y.shape, p.shape
+    L = math.lcm(*scales)
     S1, S2 = scale_pair(scales)
-    slopes = torch.empty((B, L * L, K), dtype=torch.float32, device=y.device)
-    BK = min(256, next_power(K))
-    with device_guard(y):
-        slopes_kernel[(B, L * L, math.ceil(K / BK))](slopes, grad, K=K, H=H, W=W, L=L, S1=S1, S2=S2, BK=BK, num_warps=2)
-    return slopes
-
-
-def launch_scaling(q: Tensor, p: Tensor, y: Tensor, slopes: Tensor, scales: Sequence[int]) -> None:
-    """Fill q, which may be p: p times the slopes of the energies of p."""
-    from bicovg.kernels.block_backward_triton import scale_kernel
-
-    (_, C, H, W), (rows, N) = y.shape, p.shape
-    if not rows:
-        return
-    NP = max(16, next_power(N))
+    slopes = torch.empty((B, L * L, C), dtype=torch.float32, device=y.device)
+    BC, NP = min(512, next_power(C)), max(16, next_power(N)) if N else 16
     BR = max(1, SCALED // NP)
+    programs = B * L * L * math.ceil(C / BC) + (math.ceil(rows / BR) if N else 0)
     with device_guard(y):
-        scale_kernel[(math.ceil(rows / BR),)](
-            q, p, slopes, rows, C=C, N=N, H=H, W=W, L=math.lcm(*scales), BR=BR, NP=NP, num_warps=4
+        slopes_kernel[(programs,)](
+            slopes, q, p, grad, B, rows, C=C, N=N, H=H, W=W, L=L, S1=S1, S2=S2, BC=BC, BR=BR, NP=NP, num_warps=4
         )
+    return slopes
 
 
 def count_workers(y: Tensor, pieces: int, chunks: int, per_sm: int) -> int:

@@ -14,34 +14,80 @@ from bicovg.kernels.norm_triton import relu
 
 
 @triton.jit
-def slopes_kernel(
-    slopes: tl.tensor,
+def atom_of(i: tl.tensor, H: tl.constexpr, L: tl.constexpr) -> tl.tensor:
+    """The atom of a map's row: the last one whose edge, floor(atom * H / L), is not behind it."""
+    return ((i + 1) * L - 1) // H
+
+
+@triton.jit
+def slope_of(
     grad: tl.tensor,
+    b: tl.tensor,
+    i: tl.tensor,
+    j: tl.tensor,
+    k: tl.tensor,
+    mask: tl.tensor,
     K: tl.constexpr,
     H: tl.constexpr,
     W: tl.constexpr,
     L: tl.constexpr,
     S1: tl.constexpr,
     S2: tl.constexpr,
-    BK: tl.constexpr,
-) -> None:
-    """(B, L * L, K): the slopes of each atom's energies, both scales added, channels side by side."""
-    b = tl.program_id(0)
-    i = tl.program_id(1) // L
-    j = tl.program_id(1) % L
-    k = tl.program_id(2) * BK + tl.arange(0, BK)
-    D: tl.constexpr = K * (S1 * S1 + S2 * S2)
-    row = grad + b.to(tl.int64) * D
+) -> tl.tensor:
+    """The slopes of energies k in atoms (i, j) of samples b, both scales added; all broadcast together."""
+    row = grad + b.to(tl.int64) * (K * (S1 * S1 + S2 * S2))
     i1 = i // (L // S1)
     j1 = j // (L // S1)
-    at = row + k * (S1 * S1) + i1 * S1 + j1
-    slope = tl.load(at, mask=k < K, other=0.0).to(tl.float32) * (2.0 / cell_size(i1, j1, H, W, S1))
+    at = row + k * (S1 * S1) + (i1 * S1 + j1)
+    slope = tl.load(at, mask=mask, other=0.0).to(tl.float32) * (2.0 / cell_size(i1, j1, H, W, S1))
     if S2 > 0:
         i2 = i // (L // S2)
         j2 = j // (L // S2)
-        at = row + K * S1 * S1 + k * (S2 * S2) + i2 * S2 + j2
-        slope += tl.load(at, mask=k < K, other=0.0).to(tl.float32) * (2.0 / cell_size(i2, j2, H, W, S2))
-    tl.store(slopes + (b.to(tl.int64) * (L * L) + tl.program_id(1)) * K + k, slope, mask=k < K)
+        at = row + K * S1 * S1 + k * (S2 * S2) + (i2 * S2 + j2)
+        slope += tl.load(at, mask=mask, other=0.0).to(tl.float32) * (2.0 / cell_size(i2, j2, H, W, S2))
+    return slope
+
+
+@triton.jit
+def slopes_kernel(
+    slopes: tl.tensor,
+    q: tl.tensor,
+    p: tl.tensor,
+    grad: tl.tensor,
+    batch: tl.tensor,
+    rows: tl.tensor,
+    C: tl.constexpr,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    S1: tl.constexpr,
+    S2: tl.constexpr,
+    BC: tl.constexpr,
+    BR: tl.constexpr,
+    NP: tl.constexpr,
+) -> None:
+    """Two kinds of programs: the slopes A of one atom's channels, (B, L * L, C); and q = A' p of BR pixels, maybe p."""
+    chunks: tl.constexpr = (C + BC - 1) // BC
+    pid = tl.program_id(0)
+    count = batch * (L * L * chunks)
+    if pid < count:
+        atom = pid // chunks % (L * L)
+        b = pid // (chunks * L * L)
+        c = pid % chunks * BC + tl.arange(0, BC)
+        slope = slope_of(grad, b, atom // L, atom % L, c, c < C, C + N, H, W, L, S1, S2)
+        tl.store(slopes + (b.to(tl.int64) * (L * L) + atom) * C + c, slope, mask=c < C)
+    elif N > 0:
+        r = (pid - count) * BR + tl.arange(0, BR)
+        n = tl.arange(0, NP)
+        mask = tile_mask(r < rows, n, N, NP)
+        i = atom_of(r // W % H, H, L)
+        j = atom_of(r % W, W, L)
+        k = (C + n)[None, :]
+        factor = slope_of(grad, (r // (H * W))[:, None], i[:, None], j[:, None], k, mask, C + N, H, W, L, S1, S2)
+        at = r.to(tl.int64)[:, None] * N + n[None, :]
+        x = tl.load(p + at, mask=mask, other=0.0).to(tl.float32) * factor
+        tl.store(q + at, x.to(q.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -50,16 +96,15 @@ def scale_tile(
     slopes: tl.tensor,
     slot: tl.tensor,
     slots: tl.tensor,
-    k: tl.tensor,
-    last: tl.tensor,
-    K: tl.constexpr,
+    c: tl.tensor,
+    C: tl.constexpr,
     G: tl.constexpr,
     Q: tl.constexpr,
     BC: tl.constexpr,
 ) -> tl.tensor:
-    """A tile (G * Q, BC) times the slopes of its atoms, float32; columns k up to ``last``."""
-    mask = (slot < slots)[:, None] & (k < last)[None, :]
-    slope = tl.load(slopes + (slot[:, None] * K + k[None, :]), mask=mask, other=0.0)
+    """A tile (G * Q, BC) of channels c times the slopes of its atoms, float32."""
+    mask = (slot < slots)[:, None] & (c < C)[None, :]
+    slope = tl.load(slopes + (slot[:, None] * C + c[None, :]), mask=mask, other=0.0)
     if G == 1:
         return x.to(tl.float32) * slope
     else:  # noqa: RET505
@@ -69,34 +114,7 @@ def scale_tile(
 @triton.jit
 def find_slopes(r: tl.tensor, H: tl.constexpr, W: tl.constexpr, L: tl.constexpr) -> tl.tensor:
     """The row of ``slopes`` that each pixel r of the (B, H, W) belongs to."""
-    # The atom of a map's row: the last one whose edge, floor(i * H / L), is not behind it.
-    i = ((r // W % H + 1) * L - 1) // H
-    j = ((r % W + 1) * L - 1) // W
-    return (r // (H * W) * L + i) * L + j
-
-
-@triton.jit
-def scale_kernel(
-    q: tl.tensor,
-    p: tl.tensor,
-    slopes: tl.tensor,
-    rows: tl.tensor,
-    C: tl.constexpr,
-    N: tl.constexpr,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    L: tl.constexpr,
-    BR: tl.constexpr,
-    NP: tl.constexpr,
-) -> None:
-    """q = A' p for BR pixels; q may be p."""
-    r = tl.program_id(0) * BR + tl.arange(0, BR)
-    n = tl.arange(0, NP)
-    mask = tile_mask(r < rows, n, N, NP)
-    at = slopes + (find_slopes(r, H, W, L)[:, None] * (C + N) + C + n[None, :])
-    x = tl.load(p + r.to(tl.int64)[:, None] * N + n[None, :], mask=mask, other=0.0).to(tl.float32)
-    x *= tl.load(at, mask=mask, other=0.0)
-    tl.store(q + r.to(tl.int64)[:, None] * N + n[None, :], x.to(q.dtype.element_ty), mask=mask)
+    return (r // (H * W) * L + atom_of(r // W % H, H, L)) * L + atom_of(r % W, W, L)
 
 
 @triton.jit
@@ -134,32 +152,24 @@ def sums_kernel(
     stride = tl.num_programs(1) * BR
     y += begin.to(tl.int64) * C  # moved along, so that what is added within the loop fits 32 bits
     q += begin.to(tl.int64) * N
-    at_y = row[:, None] * C + c[None, :]
-    at_q = row[:, None] * N + n[None, :]
-    # The next tile is on its way while one is worked on; Triton's own pipelines are slower here.
-    x = tl.load(y + at_y, mask=tile_mask(row < rows - begin, c, C, BC), other=0.0)
-    if N > 0:
-        ahead = tl.load(q + at_q, mask=tile_mask(row < rows - begin, n, N, NP), other=0.0)
     for r0 in tl.range(begin, rows, stride, num_stages=STAGES):
-        left = rows - r0
-        at = slopes + (find_slopes(r0 + row, H, W, L)[:, None] * (C + N) + c[None, :])
-        # 0 in rows that do not exist, as is q: what is on there is no matter
-        slope = tl.load(at, mask=tile_mask(row < left, c, C, BC), other=0.0)
+        ok = row < rows - r0
+        mask = tile_mask(ok, c, C, BC)
+        x = tl.load(y + (row[:, None] * C + c[None, :]), mask=mask, other=0.0)
+        at = slopes + (find_slopes(r0 + row, H, W, L)[:, None] * C + c[None, :])
+        slope = tl.load(at, mask=mask, other=0.0)  # 0 in rows that do not exist, as is q: what is on there is no matter
         wide = x.to(tl.float32)
         z = wide * scale[None, :] + shift[None, :]
-        on = tl.where(z > 0.0, 1.0, 0.0).to(x.dtype)
-        kept = tl.where(z > 0.0, x, 0.0).to(x.dtype)
-        y += stride * C
-        q += stride * N
-        x = tl.load(y + at_y, mask=tile_mask(row < left - stride, c, C, BC), other=0.0)
         a = relu(z) * slope
         first += tl.sum(tl.reshape(a, [BR // 16, 16, BC]), axis=0)
         second += tl.sum(tl.reshape(a * wide, [BR // 16, 16, BC]), axis=0)
         if N > 0:
-            scaled = tl.trans(ahead)
-            ahead = tl.load(q + at_q, mask=tile_mask(row < left - stride, n, N, NP), other=0.0)
-            count = tl.dot(scaled, on, count, input_precision=PRECISION)
-            moment = tl.dot(scaled, kept, moment, input_precision=PRECISION)
+            at = q + (row[:, None] * N + n[None, :])
+            scaled = tl.trans(tl.load(at, mask=tile_mask(ok, n, N, NP), other=0.0))
+            count = tl.dot(scaled, tl.where(z > 0.0, 1.0, 0.0).to(x.dtype), count, input_precision=PRECISION)
+            moment = tl.dot(scaled, tl.where(z > 0.0, x, 0.0).to(x.dtype), moment, input_precision=PRECISION)
+        y += stride * C
+        q += stride * N
     own = part + tl.program_id(1).to(tl.int64) * ((2 * N + 2) * C)
     if N > 0:
         at = own + n[:, None] * C + c[None, :]
@@ -263,7 +273,7 @@ def gradient_kernel(
         x = tl.load(y + start * C + (pixel[:, None] * C + c[None, :]), mask=mask)
         wide = x.to(tl.float32)
         z = wide * scale[None, :] + shift[None, :]
-        d = scale_tile(z, slopes, slot, batch * (L * L), c, C, C + N, G, Q, BC)
+        d = scale_tile(z, slopes, slot, batch * (L * L), c, C, G, Q, BC)
         if N > 0:
             at = q + start * N + (pixel[:, None] * N + n[None, :])
             scaled = tl.load(at, mask=tile_mask(ok, n, N, NP), other=0.0)

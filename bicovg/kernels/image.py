@@ -73,7 +73,7 @@ def image_conv_weight_op(dy: Tensor, x: Tensor) -> Tensor:
     part = torch.empty((workers, D, sizes["KP"]), dtype=torch.float32, device=x.device)
     with device_guard(x):
         image_weight_kernel[(workers, math.ceil(D / sizes["BD"]))](
-            part, dy, x, rows, **sizes, BR=SUMMED_ROWS, STAGES=2, num_warps=4
+            part, dy, x, rows, **sizes, BR=SUMMED_ROWS, STAGES=2 if sizes["KP"] < 64 else 1, num_warps=4
         )
     total = part.sum(dim=0)[:, : 9 * C].to(x.dtype).contiguous()
     return total.view(D, 3, 3, C).permute(0, 3, 1, 2)

@@ -25,7 +25,7 @@ def bench_files() -> list[dict[str, Any]]:
 
 def speed_table() -> str:
     """Strict against end-to-end on a GPU, measured in turns: speed, memory, and what goodness takes of the step."""
-    header = ["backbone of", "batch", "px", "strict, img/s", "end-to-end, img/s", "ratio, rounds from-to"]
+    header = ["backbone of", "batch", "px", "precision", "strict, img/s", "end-to-end, img/s", "ratio, rounds from-to"]
     header += ["strict, GB", "end-to-end, GB", "memory ratio", "goodness share", "measured on"]
     rows = []
     for result in bench_files():
@@ -44,6 +44,7 @@ def speed_cells(table: dict[str, Any], sides: dict[str, Any]) -> list[str]:
     return [
         str(mine["batch_size"]),
         str(mine["image_size"]),
+        mine["precision"],
         *[f"{side['images_per_second']['median']:,.0f}" for side in (mine, other)],
         f"{ratio['median']:.3f} ({ratio['min']:.3f}-{ratio['max']:.3f})",
         *[f"{peak_bytes(side) / 1e9:.2f}" for side in (mine, other)],
@@ -82,7 +83,8 @@ def bench_rows(image_size: int) -> dict[str, Any]:
     for result in bench_files():
         sides = [side for table in result.get("side_by_side", []) for side in table["sides"]]
         for row in (*sides, *result["rows"]):
-            if row["image_size"] == image_size and row["status"] == "ok":
+            on_gpu = row["memory"]["steady_bytes"] is not None
+            if row["image_size"] == image_size and row["status"] == "ok" and on_gpu:
                 found[row["name"]] = row
     return found
 

@@ -20,7 +20,8 @@ from bicovg.kernels.tiles import Tile
 
 FORWARD = [
     Tile(64, 64, 2, 2), Tile(64, 64, 2, 3), Tile(32, 64, 2, 3), Tile(64, 128, 4, 1), Tile(128, 64, 4, 1),
-    Tile(16, 128, 4, 3), Tile(64, 64, 2, 3, 2, 128), Tile(64, 64, 2, 2, 2, 128), Tile(64, 64, 2, 1, 2, 128),
+    Tile(16, 128, 4, 3), Tile(64, 64, 2, 2, 2, 128), Tile(64, 64, 2, 1, 2, 128), Tile(64, 64, 2, 2, 2, 112),
+    Tile(32, 32, 1, 2), Tile(32, 32, 1, 3), Tile(32, 64, 1, 3), Tile(16, 64, 1, 3),
 ]  # fmt: skip
 SUMS = [
     Tile(32, 64, 4, 1, 3), Tile(32, 64, 4, 1, 4), Tile(64, 64, 4, 1, 2), Tile(64, 64, 4, 1, 3), Tile(16, 64, 4, 1, 4),
@@ -28,7 +29,8 @@ SUMS = [
 ]  # fmt: skip
 GRADIENT = [
     Tile(32, 64, 4, 3, 4), Tile(32, 64, 4, 2, 8), Tile(32, 64, 2, 3, 8), Tile(32, 64, 2, 2, 8), Tile(32, 128, 4, 3, 4),
-    Tile(32, 128, 4, 2, 4), Tile(64, 64, 4, 1, 6), Tile(16, 128, 4, 3, 6),
+    Tile(32, 128, 4, 2, 4), Tile(64, 64, 4, 1, 6), Tile(32, 64, 1, 2, 12), Tile(16, 64, 1, 2, 15),
+    Tile(32, 32, 1, 2, 16),
 ]  # fmt: skip
 CANDIDATES = {"forward": FORWARD, "sums": SUMS, "gradient": GRADIENT}
 TABLES = {"forward": tiles.FORWARD, "sums": tiles.SUMS, "gradient": tiles.GRADIENT}

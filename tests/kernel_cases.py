@@ -220,6 +220,7 @@ def make_norm(channels: int) -> nn.BatchNorm2d:
         ((2, 40, 8, 8), (2, 4), 5, True),
         ((2, 16, 3, 3), (1,), 0, False),
         ((5, 33, 2, 2), (1, 2), 4, True),
+        ((2, 520, 3, 3), (1, 2), 4, True),
     ],
 )
 def test_block_equals_batch_norm_relu_and_goodness(
@@ -233,6 +234,7 @@ def test_block_equals_batch_norm_relu_and_goodness(
     """g, the running statistics, and the gradients of y, gamma, beta and W, through the batch statistics."""
     monkeypatch.setattr(block, "FEW_ROWS", 1000 if few else 0)
     monkeypatch.setattr(block_backward, "FEW_WORKERS", 1000 if few else 0)
+    monkeypatch.setattr(block_backward, "SCALED", 4096 if few else 256)
     C = shape[1]
     y = draw_maps(shape, last) - 0.4 + 3.0 * torch.rand(C, 1, 1, device=DEVICE)
     if last:
@@ -363,3 +365,12 @@ def test_tail_of_a_sample_that_is_all_zero_has_no_gradient_of_its_own() -> None:
 def test_no_asynchronous_product_is_pipelined(N: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tiles.SUMS, (512, 8), Tile(32, 64, 4, 3))
     assert tiles.sums_tile(512, N, 8, torch.bfloat16).stages == stages
+
+
+def test_no_measured_tile_pipelines_an_asynchronous_product() -> None:
+    """The rule at the head of ``tiles.py``, over the whole tables; the compiler is asked about a few of them."""
+    for table in (tiles.FORWARD, tiles.GRADIENT):
+        for place, tile in table.items():
+            assert tile.pixels < 64 or tile.warps % 4 or tile.stages == 1, place
+    for (C, H), tile in tiles.SUMS.items():
+        assert C // 8 < 64 or tile.warps % 4 or tile.stages == 1, (C, H)

@@ -64,7 +64,7 @@ def compare_compiled() -> None:
     assert compiled[-1].sum() < compiled[0].sum()
 
 
-def in_a_process(call: str) -> None:
+def check_in_a_process(call: str) -> None:
     """The test run checks shapes at every call, which the compiler cannot trace."""
     code = f"import torch; torch.set_num_threads(1); import test_engine; test_engine.{call}"
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
@@ -72,7 +72,7 @@ def in_a_process(call: str) -> None:
 
 
 def test_compiled_steps_follow_eager_ones_and_compile_once() -> None:
-    in_a_process("compare_compiled()")
+    check_in_a_process("compare_compiled()")
 
 
 def test_training_state_comes_back_in_place() -> None:
@@ -121,7 +121,7 @@ def compare_engines(recipe: str) -> None:
 @NEEDS_GPU
 @pytest.mark.parametrize("recipe", ["digits", "digits-hgb2", "digits-bp"])
 def test_captured_compiled_and_eager_losses_agree_over_200_steps_and_nothing_recompiles(recipe: str) -> None:
-    in_a_process(f"compare_engines({recipe!r})")
+    check_in_a_process(f"compare_engines({recipe!r})")
 
 
 def compare_streams() -> None:
@@ -132,4 +132,4 @@ def compare_streams() -> None:
 
 @NEEDS_GPU
 def test_two_streams_change_no_bit() -> None:
-    in_a_process("compare_streams()")
+    check_in_a_process("compare_streams()")

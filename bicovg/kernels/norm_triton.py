@@ -31,6 +31,16 @@ def activate(
 
 
 @triton.jit
+def load_centred(
+    y: tl.tensor, r: tl.tensor, c: tl.tensor, pivot: tl.tensor, rows: tl.tensor, C: tl.constexpr
+) -> tl.tensor:
+    """y - pivot of rows r and channels c in float32, 0 where there is none."""
+    mask = (r < rows)[:, None] & (c < C)[None, :]
+    x = tl.load(y + r.to(tl.int64)[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+    return tl.where(mask, x - pivot[None, :], 0.0)
+
+
+@triton.jit
 def moments_kernel(
     part: tl.tensor,
     y: tl.tensor,
@@ -46,10 +56,7 @@ def moments_kernel(
     total = tl.zeros([BR, BC], dtype=tl.float32)
     square = tl.zeros([BR, BC], dtype=tl.float32)
     for r0 in tl.range(tl.program_id(0) * BR, rows, tl.num_programs(0) * BR, num_stages=STAGES):
-        r = r0 + tl.arange(0, BR)
-        mask = (r < rows)[:, None] & (c < C)[None, :]
-        x = tl.load(y + r.to(tl.int64)[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        x = tl.where(mask, x - pivot[None, :], 0.0)
+        x = load_centred(y, r0 + tl.arange(0, BR), c, pivot, rows, C)
         total += x
         square += x * x
     at = part + tl.program_id(0) * (2 * C) + c
@@ -147,15 +154,11 @@ def few_rows_kernel(
 ) -> None:
     """Batch statistics in one launch, a program going through all rows of its channels."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
-    ok = c < C
-    pivot = tl.load(y + c, mask=ok, other=0.0).to(tl.float32)
+    pivot = tl.load(y + c, mask=c < C, other=0.0).to(tl.float32)
     total = tl.zeros([BR, BC], dtype=tl.float32)
     square = tl.zeros([BR, BC], dtype=tl.float32)
     for r0 in range(0, rows, BR):
-        r = r0 + tl.arange(0, BR)
-        mask = (r < rows)[:, None] & ok[None, :]
-        x = tl.load(y + r[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        x = tl.where(mask, x - pivot[None, :], 0.0)
+        x = load_centred(y, r0 + tl.arange(0, BR), c, pivot, rows, C)
         total += x
         square += x * x
     total = tl.sum(total, axis=0)

@@ -144,6 +144,16 @@ class Processes(Team):
     def meet(self) -> None:
         self.add(torch.zeros(1))
 
+    def leave(self) -> None:
+        """Take the connections down, and their threads: one that lets go of a tensor while Python ends aborts it.
+
+        They live as long as a group or an exchange is held anywhere.
+        """
+        self._asked.clear()
+        self.sharers = self.pipeline = None
+        with suppress(RuntimeError):
+            dist.destroy_process_group()
+
     @contextmanager
     def talking(self) -> Iterator[None]:
         """Around every exchange: a failure becomes one sentence that names who is missing."""
@@ -200,8 +210,12 @@ def join_team(train: TrainConfig) -> Iterator[Team]:
     team = Processes(*connect(train), train.stages, delay)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere) if rank else nullcontext():
         yield team
-    with suppress(RuntimeError):
-        dist.destroy_process_group()
+    team.leave()
+
+
+def is_connected() -> bool:
+    """Whether connections to other processes are still up: a run that failed does not wait for their end."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def connect(train: TrainConfig) -> tuple[Any, int, int]:

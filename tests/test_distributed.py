@@ -1,11 +1,17 @@
 """Data parallel: several processes compute what one computes, agree on everything, and each sample counts once."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
-from team_cases import own_share, run_team, small_batches, small_net
+import torch.distributed as dist
+from team_cases import fork_all, free_port, own_share, run_team, small_batches, small_net
 
-from bicovg.config import FusionConfig
-from bicovg.distributed import ALONE, Team
+from bicovg.config import FusionConfig, TrainConfig
+from bicovg.distributed import ALONE, Team, join_team
 from bicovg.draws import DROPOUT, make_keys
 from bicovg.errors import NonFiniteError
 from bicovg.evaluation import both_accuracies, report_fusion
@@ -176,9 +182,55 @@ def test_every_process_hears_the_leaders_words() -> None:
     assert run_team(hear, 3) == [["runs/a b", "", "\u00e9"]] * 3
 
 
-def die_alone(team: Team) -> str:
-    import os
+def threads_after_leaving(rank: int, port: int) -> tuple[list[str], list[str]]:
+    """Names of this process's threads among others, a message still expected, and after it has left them."""
+    announced = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in announced.items()})
+    with join_team(TrainConfig(device="cpu")) as team:
+        work = dist.irecv(torch.zeros(1), 1 - rank)
+        team.consult(0, False)
+        team.meet()
+        among = thread_names()
+    del work
+    return among, thread_names()
 
+
+def thread_names() -> list[str]:
+    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+
+
+def test_a_process_that_leaves_takes_its_connections_threads_down() -> None:
+    """One that was alive while Python ended has aborted a process whose work was done (std::terminate, status -6)."""
+    port = free_port()
+    for among, after in fork_all([lambda rank=rank: threads_after_leaving(rank, port) for rank in range(2)]):
+        assert any("gloo" in name for name in among)
+        assert not any("gloo" in name for name in after), after
+
+
+def test_a_process_still_connected_ends_at_once_with_its_own_exit_code() -> None:
+    """What would abort Python while it winds up is not given the time."""
+    text = """
+import atexit, torch.distributed as dist
+import bicovg.__main__ as entry, bicovg.distributed
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+atexit.register(print, "wound up")
+def main():
+    print("said")
+    return 5
+entry.main = main
+entry.run()
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (5, "said\n"), done.stderr
+    left = subprocess.run(
+        [sys.executable, "-c", text.replace("    return 5", "    dist.destroy_process_group()\n    return 4")],
+        capture_output=True,
+        text=True,
+    )
+    assert (left.returncode, left.stdout) == (4, "said\nwound up\n"), left.stderr
+
+
+def die_alone(team: Team) -> str:
     if team.rank == 1:
         os._exit(9)
     try:

@@ -47,6 +47,13 @@ SETTINGS = {
     "clip_norm": "train.clip_norm",
     "clip_scope": "train.clip_scope",
 }
+# settings that say how a run went, not what it computes; epochs, precision and held-out share have names of their own
+RUNNING: tuple[str, ...] = (
+    *("about", "seed", *MACHINE_SETTINGS, "train.overlap", "train.engine", "train.eval_every", "train.save_every"),
+    *("train.save_seconds", "train.keep", "train.nonfinite", "train.processes", "train.stages", "train.cuts"),
+    *("train.queue_depth", "train.timeout", "train.deterministic"),
+)
+NAMED = ("train.epochs", "train.precision", "data.holdout")
 RESTORE = "restore it from the run"
 FITTED_ON = ("train", "augmented", "heldout")
 Record = dict[str, Any]
@@ -259,6 +266,16 @@ def check_curve(folder: Path, epochs: int, top1: list[float], repair: str) -> No
     curve = lines[-1].get("top1") if lines[-1].get("split") == "test" else None
     if curve and max(abs(a - b) for a, b in zip(curve, top1, strict=True)) > 0.5:
         raise UserError(f"{folder}/metrics.jsonl ends with other accuracies than {epochs} epochs gave: {repair}")
+
+
+def changed_settings(folder: Path) -> dict[str, Any]:
+    """What a record's run computed otherwise than its recipe, by path; empty where the recipe is not ours."""
+    values = flatten(read_json(folder / "config.json", RESTORE))
+    if values["recipe"] not in RECIPES:
+        return {}
+    usual = flatten(json.loads(to_json(get_recipe(values["recipe"]))))
+    unsaid = (*RUNNING, *NAMED)
+    return {path: values[path] for path in usual if path not in unsaid and values.get(path, usual[path]) != usual[path]}
 
 
 def load_records(root: Path | str = FOLDER) -> dict[str, Record]:

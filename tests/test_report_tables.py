@@ -10,7 +10,8 @@ from bicovg.cli import main
 from bicovg.diagnostics import decline_area, tail_retention
 from bicovg.errors import UserError
 from bicovg.records import write_record
-from bicovg.report.tables import TABLES, fill_tables, read_records, update_tables
+from bicovg.report.record_charts import KINDS, record_charts
+from bicovg.report.tables import FIGURES, TABLES, draw_figures, fill_file, fill_tables, read_records, update_tables
 
 ROOT = Path(__file__).parent.parent
 LIFTS = {"per-channel": -4.0, "bicovg": 0.0}
@@ -54,6 +55,79 @@ def test_tables_show_the_numbers_of_their_records(tmp_path: Path) -> None:
     assert "BiCovG, r = 8 | cifar100 | 5 of 400, short, 2% held out |" in TABLES["ablation"](held)
     fused = records["c-bicovg"]["runs"][0]["fusion"]["train"]["top1"]
     assert f"| c-bicovg | 1 | {mean:.2f} | {fused:.2f} | - | - | - |\n" in TABLES["fusion"](records)
+
+
+def change_config(run: Path, section: str, name: str, value: object) -> None:
+    config = json.loads((run / "config.json").read_text())
+    config[section][name] = value
+    (run / "config.json").write_text(json.dumps(config))
+
+
+def test_a_record_that_changed_its_recipe_is_no_row_of_the_ablation_and_says_what_changed(tmp_path: Path) -> None:
+    runs = {name: make_run(tmp_path / name, "cifar100-bicovg", epochs=5) for name in ("plain", "other", "exact")}
+    change_config(runs["other"], "model", "batch_norm", False)
+    change_config(runs["other"], "train", "eval_every", 3)  # how it went, not what it computed
+    change_config(runs["plain"], "train", "precision", "bfloat16")
+    change_config(runs["other"], "train", "precision", "bfloat16")
+    for name, run in runs.items():
+        make_record(tmp_path / "records" / name, run)
+    records = read_records(tmp_path)
+    assert [records[name]["changes"] for name in runs] == [{}, {"model.batch_norm": False}, {}]
+    assert TABLES["ablation"](records).count("BiCovG, r = 8 | cifar100 | 5 of 400") == 2
+    rows = TABLES["readings"](records).splitlines()[2:]
+    assert [row.split(" | ")[3] for row in rows] == ["float32", "model.batch_norm false", "nothing"]
+    assert "| other |" in TABLES["results"](records)
+    del records["other"], records["exact"]
+    assert "not run" in TABLES["readings"](records)
+
+
+def test_figures_are_drawn_of_records_of_one_length_and_old_ones_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, lift in LIFTS.items():
+        run = make_run(tmp_path / name, f"cifar100-{name}", epochs=5, lift=lift)
+        make_record(tmp_path / "records" / f"cifar100-{name}", run)
+    make_record(tmp_path / "records" / "long", make_run(tmp_path / "long", "cifar100-bicovg", epochs=6))
+    kinds = "".join(f"<!-- figures: {kind} -->\n<!-- end of figures -->\n" for kind in KINDS)
+    (tmp_path / "README.md").write_text(kinds)
+    figures = tmp_path / "docs" / "figures"
+    figures.mkdir(parents=True)
+    (tmp_path / "docs" / "page.md").write_text(kinds)
+    (figures / "by-block-cifar100-4.svg").write_text("of a record that is gone")
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "--tables"]) == 0
+    names = {path.name for path in figures.iterdir()}
+    lengths = ("cifar100-5.svg", "cifar100-6.svg")
+    assert names == {f"{kind}-{end}" for kind in ("by-block", "fusion") for end in lengths} | {"gain-cifar100-5.svg"}
+    drawn = (figures / "by-block-cifar100-5.svg").read_text()
+    assert all(f">{text}</text>" in drawn for text in ("bicovg", "per-channel", "CIFAR-100, VGG-8, 5 epochs (short)"))
+    assert "](docs/figures/gain-cifar100-5.svg)" in (tmp_path / "README.md").read_text()
+    page = (tmp_path / "docs" / "page.md").read_text()
+    assert "](figures/gain-cifar100-5.svg)" in page
+    assert "<!-- figures: early-exit -->\n\nnot run\n" in page
+    assert update_tables() == []
+
+
+def test_the_gain_figure_holds_the_difference_of_every_block(tmp_path: Path) -> None:
+    for name, lift in LIFTS.items():
+        run = make_run(tmp_path / name, f"cifar100-{name}", epochs=5, lift=lift)
+        make_record(tmp_path / "records" / name, run)
+    records = read_records(tmp_path)
+    (chart,) = record_charts("gain", records)
+    assert chart.hover["series"][0]["y"] == pytest.approx([4.0] * len(records["bicovg"]["exit_blocks"]))
+    records["bicovg"]["precision"] = "bfloat16"
+    assert record_charts("gain", records) == []
+
+
+def test_a_network_with_one_exit_is_a_dot_at_its_block(tmp_path: Path) -> None:
+    for name in ("bicovg", "bp"):
+        run = make_run(tmp_path / name, f"cifar100-{name}", epochs=5)
+        make_record(tmp_path / "records" / name, run)
+    records = read_records(tmp_path)
+    one = records["bp"]
+    one["exit_blocks"], one["runs"][0]["exits"]["top1"] = [7], [61.5]
+    (chart,) = record_charts("by-block", records)
+    assert chart.hover["series"][1]["y"] == [None] * 7 + [61.5]
 
 
 def test_the_early_exit_table_is_that_of_the_curve_beside_the_record(tmp_path: Path) -> None:
@@ -122,6 +196,6 @@ def test_printed_tables_are_those_of_the_records(monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(ROOT)
     records = read_records(ROOT)
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        assert fill_tables(path.read_text(), records, path.name) == path.read_text(), (
-            f"{path.name}: bicovg report --tables"
-        )
+        assert fill_file(path, records, ROOT) == path.read_text(), f"{path.name}: bicovg report --tables"
+    drawn = {path.name: path.read_text() for path in (ROOT / FIGURES).iterdir()}
+    assert drawn == draw_figures(records), "bicovg report --tables"

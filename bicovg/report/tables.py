@@ -1,9 +1,11 @@
-"""Every table of README and docs, made anew from ``records/`` and the benchmark files. No number is typed by hand.
+"""Every table and figure of README and docs, made anew from ``records/`` and the benchmark files.
 
-A table stands in a Markdown file between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. What has no record
-yet says "not run".
+A table stands in a Markdown file between ``<!-- table: NAME -->`` and ``<!-- end of table -->``, figures between
+``<!-- figures: KIND -->`` and ``<!-- end of figures -->``. What has no record yet says "not run". No number is typed by
+hand.
 """
 
+import os
 import re
 import statistics
 from collections.abc import Callable, Sequence
@@ -12,12 +14,16 @@ from pathlib import Path
 from bicovg.diagnostics import mean_gain
 from bicovg.errors import UserError
 from bicovg.recipes import get_recipe
-from bicovg.records import Record, load_records, seed_values
+from bicovg.records import Record, as_word, changed_settings, load_records, seed_values
 from bicovg.report.bench_tables import NOT_RUN, efficiency_table, markdown, speed_table
+from bicovg.report.figures import compose
 from bicovg.report.paper import ABLATION, DIAGNOSTICS, MAIN
+from bicovg.report.record_charts import KINDS, comparable, exit_means, record_charts
+from bicovg.report.svg import svg_file
 from bicovg.runlog import read_early_exit
 
-MARKED = re.compile(r"(<!-- table: ([a-z0-9-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- (table|figures): ([a-z0-9-]+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
+FIGURES = Path("docs") / "figures"
 PREDICTS_FROM = {"mean": "mean of blocks so far", "own": "the block alone", "fused": "fusion of blocks so far"}
 FITTED_ON = {
     "train": "on train",
@@ -29,11 +35,15 @@ Records = dict[str, Record]
 
 
 def read_records(root: Path = Path()) -> Records:
-    """Every record of a checkout, each seed with its early-exit curve as ``early_exit``, or None."""
+    """Every record of a checkout, with what it changed of its recipe as ``changes``.
+
+    Each seed has its early-exit curve as ``early_exit``, or None.
+    """
     records = load_records(root / "records")
     for name, record in records.items():
         for entry in record["runs"]:
-            entry["early_exit"] = read_early_exit(root / "records" / name / f"s{entry['seed']}")
+            folder = root / "records" / name / f"s{entry['seed']}"
+            entry["early_exit"], record["changes"] = read_early_exit(folder), changed_settings(folder)
     return records
 
 
@@ -46,9 +56,9 @@ def cell(values: Sequence[float | None], digits: int = 2) -> str:
     return mean if len(numbers) == 1 else f"{mean} +- {statistics.stdev(numbers):.{digits}f}"
 
 
-def of_recipe(records: Records, recipe: str) -> list[Record]:
-    """Records of a recipe: the longest first, then those that held nothing out."""
-    found = [record for record in records.values() if record["recipe"] == recipe]
+def of_recipe(records: Records, recipe: str, unchanged: bool = True) -> list[Record]:
+    """Records of a recipe: the longest first, then those that held nothing out; or also those that changed it."""
+    found = [one for one in records.values() if one["recipe"] == recipe and not (unchanged and one["changes"])]
     return sorted(found, key=lambda record: (-record["epochs"], record["holdout"], record["name"]))
 
 
@@ -65,7 +75,7 @@ def results_table(records: Records) -> str:
     header += ["fused on train", "fused on held-out", "paper: best", "paper: fused"]
     rows = []
     for recipe, (best, fused) in MAIN.items():
-        found = of_recipe(records, recipe)
+        found = of_recipe(records, recipe, unchanged=False)
         rows += [[*result_cells(record), best, fused] for record in found]
         if not found:
             config = get_recipe(recipe)
@@ -87,6 +97,18 @@ def result_cells(record: Record) -> list[str]:
         str(len(record["seeds"])),
         *[cell(seed_values(record, *keys, "top1")) if not single or keys == ("last",) else "-" for keys in accuracies],
     ]
+
+
+def headline_table(records: Records) -> str:
+    """For the README: the full runs of the paper's main table and of its backbones end to end."""
+    header = ["data", "recipe", "seeds", "last exit", "mean of exits", "fused on train", "paper"]
+    rows = []
+    for recipe in (*MAIN, "tiny-imagenet-bp"):
+        for record in of_recipe(records, recipe):
+            if record["epochs"] == record["recipe_epochs"] and not record["holdout"]:
+                cells, paper = result_cells(record), [number for number in MAIN.get(recipe, ()) if number]
+                rows.append([record["data"], recipe, cells[4], cells[5], *cells[7:9], paper[-1] if paper else "-"])
+    return markdown(header, sorted(rows, key=lambda row: row[0]) or [[NOT_RUN, *[""] * (len(header) - 1)]])
 
 
 def ablation_table(records: Records) -> str:
@@ -125,7 +147,7 @@ def diagnostics_table(records: Records) -> str:
             (a, b)
             for a in of_recipe(records, f"{data}-{before}")
             for b in of_recipe(records, f"{data}-{after}")
-            if a["epochs"] == b["epochs"] and a["holdout"] == b["holdout"]
+            if comparable(a, b)
         ]
         rows += [[name, data, length(b), *diagnostic_cells(a, b), paper] for a, b in pairs]
         if not pairs:
@@ -133,8 +155,31 @@ def diagnostics_table(records: Records) -> str:
     return markdown(header, rows)
 
 
+def readings_table(records: Records) -> str:
+    """Records that changed a setting of their recipe, under the one of equal length that did not."""
+    header = ["record", "recipe", "epochs", "changed", "seeds", "last", "mean", "fused on train"]
+    rows = []
+    for record in sorted(records.values(), key=lambda one: (one["data"], one["recipe"], -one["epochs"], one["name"])):
+        rivals = [
+            other
+            for other in of_recipe(records, record["recipe"], unchanged=False)
+            if other["epochs"] == record["epochs"] and what_changed(other) != what_changed(record)
+        ]
+        if rivals and not record["holdout"]:
+            keys = (("last",), ("mean",), ("fusion", "train"))
+            values = [cell(seed_values(record, *key, "top1")) for key in keys]
+            known = [record["name"], record["recipe"], length(record), what_changed(record) or "nothing"]
+            rows.append([*known, str(len(record["seeds"])), *values])
+    return markdown(header, rows or [[NOT_RUN, *[""] * (len(header) - 1)]])
+
+
+def what_changed(record: Record) -> str:
+    changes = [f"{path} {as_word(value)}" for path, value in record["changes"].items()]
+    return ", ".join([*changes, *(["float32"] if record["precision"] == "float32" else [])])
+
+
 def diagnostic_cells(a: Record, b: Record) -> list[str]:
-    gains = mean_gain(mean_curve(a), mean_curve(b))
+    gains = mean_gain(exit_means(a), exit_means(b))
     changes = []
     for keys in (("DA",), ("TR",), ("fusion", "train", "N_eff")):
         before, after = seed_values(a, *keys), seed_values(b, *keys)
@@ -142,11 +187,6 @@ def diagnostic_cells(a: Record, b: Record) -> list[str]:
         changes.append(statistics.fmean(after) - statistics.fmean(before) if known else None)
     cells = [f"{gain:+.2f}" for gain in gains]
     return cells + ["-" if change is None else f"{change:+.3f}" for change in changes]
-
-
-def mean_curve(record: Record) -> list[float]:
-    """Top-1 of every exit, mean over seeds."""
-    return [statistics.fmean(column) for column in zip(*seed_values(record, "exits", "top1"), strict=True)]
 
 
 def early_exit_table(records: Records) -> str:
@@ -167,25 +207,47 @@ def early_exit_table(records: Records) -> str:
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
+    "headline": headline_table,
     "results": results_table,
     "ablation": ablation_table,
     "fusion": fusion_table,
     "diagnostics": diagnostics_table,
+    "readings": readings_table,
     "early-exit": early_exit_table,
     "speed": lambda records: speed_table(),
     "efficiency": lambda records: efficiency_table(),
 }
 
 
-def fill_tables(text: str, records: Records, origin: str = "the text") -> str:
-    """A Markdown text with all its tables made anew."""
+def fill_tables(text: str, records: Records, origin: str = "the text", figures: str = FIGURES.name) -> str:
+    """A Markdown text with all its tables and links to figures made anew.
+
+    Args:
+        figures: the figures' folder, as seen from the text.
+    """
 
     def fill(match: re.Match[str]) -> str:
-        if match[2] not in TABLES:
-            raise UserError(f"{origin} asks for the table {match[2]!r}: choose one of {', '.join(TABLES)}")
-        return match[1] + "\n" + TABLES[match[2]](records) + "\n" + match[3]
+        start, what, name, end = match.groups()
+        known: Sequence[str] = list(TABLES if what == "table" else KINDS)
+        if name not in known:
+            raise UserError(f"{origin} asks for the {what} {name!r}: choose one of {', '.join(known)}")
+        made = TABLES[name](records) if what == "table" else links(name, records, figures)
+        return f"{start}\n{made}\n{end}"
 
     return MARKED.sub(fill, text)
+
+
+def links(kind: str, records: Records, figures: str) -> str:
+    charts = record_charts(kind, records)
+    return (
+        "\n\n".join(f"![{chart.title}]({figures}/{chart.name}.svg)" for chart in charts) + "\n" if charts else NOT_RUN
+    )
+
+
+def draw_figures(records: Records) -> dict[str, str]:
+    """Every figure's file by name."""
+    charts = [chart for kind in KINDS for chart in record_charts(kind, records)]
+    return {f"{chart.name}.svg": svg_file(compose(chart)) for chart in charts}
 
 
 def marked_files(root: Path = Path()) -> list[Path]:
@@ -197,13 +259,23 @@ def has_table(path: Path) -> bool:
     return path.is_file() and MARKED.search(path.read_text()) is not None
 
 
+def fill_file(path: Path, records: Records, root: Path = Path()) -> str:
+    """What should stand in a file of a checkout."""
+    folder = Path(os.path.relpath(root / FIGURES, path.parent)).as_posix()
+    return fill_tables(path.read_text(), records, str(path), folder)
+
+
 def update_tables(root: Path = Path()) -> list[Path]:
-    """Rewrite the files whose tables are not those of the records; returns them."""
-    records, changed = read_records(root), []
-    for path in marked_files(root):
-        text = path.read_text()
-        fresh = fill_tables(text, records, str(path))
-        if fresh != text:
-            path.write_text(fresh)
-            changed.append(path)
-    return changed
+    """Rewrite the files whose tables are not those of the records, and the figures; returns what changed."""
+    records, files = read_records(root), marked_files(root)
+    fresh = {path: fill_file(path, records, root) for path in files}
+    if any("<!-- figures: " in text for text in fresh.values()):
+        fresh |= {root / FIGURES / name: text for name, text in draw_figures(records).items()}
+    changed = [path for path, text in fresh.items() if not path.is_file() or path.read_text() != text]
+    for path in changed:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(fresh[path])
+    stale = [path for path in sorted((root / FIGURES).glob("*.svg")) if path not in fresh]
+    for path in stale:
+        path.unlink()
+    return changed + stale

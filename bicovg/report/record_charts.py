@@ -1,0 +1,144 @@
+"""The paper's figures from ``records/``: accuracy per block, what BiCovG gains per block, fusion weights; early exit.
+
+Records of one data set and one length share a figure; several seeds are drawn as their mean.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from bicovg.diagnostics import effective_layers
+from bicovg.records import Record, seed_values
+from bicovg.report.charts import Chart, Series, bar_chart, line_chart
+from bicovg.report.scene import run_dash, run_ink
+
+DATA = {"cifar100": "CIFAR-100, VGG-8", "tiny-imagenet": "Tiny-ImageNet, VGG-16", "digits": "digits"}
+Records = dict[str, Record]
+
+
+def groups(records: Records) -> Iterator[tuple[str, str, list[Record]]]:
+    """(file name's end, title, records) of every data set and length, the longest first."""
+    for data, title in DATA.items():
+        own = [record for record in records.values() if record["data"] == data]
+        for epochs in sorted({record["epochs"] for record in own}, reverse=True):
+            same = sorted((record for record in own if record["epochs"] == epochs), key=lambda one: str(one["name"]))
+            short = any(epochs != record["recipe_epochs"] for record in same)
+            yield f"{data}-{epochs}", f"{title}, {epochs} epochs{' (short)' if short else ''}", same
+
+
+def label(record: Record) -> str:
+    """A record's name within its data set, and how many seeds it has."""
+    name, seeds = str(record["name"]).removeprefix(f"{record['data']}-"), len(record["seeds"])
+    return name if seeds == 1 else f"{name}, {seeds} seeds"
+
+
+def exit_means(record: Record) -> list[float]:
+    """Top-1 of every exit, mean over seeds."""
+    return [statistics.fmean(column) for column in zip(*seed_values(record, "exits", "top1"), strict=True)]
+
+
+def by_block(end: str, title: str, records: list[Record]) -> Chart | None:
+    blocks = sorted({block for record in records for block in record["exit_blocks"]})
+    series = []
+    for index, record in enumerate(records):
+        top1 = dict(zip(record["exit_blocks"], exit_means(record), strict=True))
+        series.append(Series(label(record), [top1.get(b) for b in blocks], run_ink(index), run_dash(index)))
+    name = f"by-block-{end}"
+    return line_chart(
+        name, title, blocks, series, x_label="block", y_label="top-1, %", percent=True, markers=True, wide=True
+    )
+
+
+def comparable(a: Record, b: Record) -> bool:
+    """Whether two records trained equally long, on the same images, in the same precision."""
+    return all(a[name] == b[name] for name in ("epochs", "holdout", "precision"))
+
+
+def gain(end: str, title: str, records: list[Record]) -> Chart | None:
+    """BiCovG over per-channel goodness, where both are there and differ in nothing else."""
+    unchanged = [record for record in records if not record["changes"]]
+    pairs = [
+        (a, b)
+        for a in unchanged
+        for b in unchanged
+        if a["recipe"] == f"{a['data']}-per-channel"
+        and b["recipe"] in (f"{a['data']}-bicovg", "digits")
+        and comparable(a, b)
+    ]
+    if not pairs:
+        return None
+    before, after = pairs[0]
+    gains = [b - a for a, b in zip(exit_means(before), exit_means(after), strict=True)]
+    return bar_chart(
+        f"gain-{end}",
+        f"BiCovG over per-channel goodness: {title}",
+        [str(block) for block in after["exit_blocks"]],
+        [Series("gain", gains)],
+        y_label="points of top-1",
+        wide=True,
+    )
+
+
+def fusion(end: str, title: str, records: list[Record]) -> Chart | None:
+    """Weights fitted on training images, and how many exits they amount to."""
+    several = [record for record in records if len(record["exit_blocks"]) > 1]
+    if not several:
+        return None
+    blocks = sorted({block for record in several for block in record["exit_blocks"]})
+    series = []
+    for index, record in enumerate(several):
+        fits = [entry["fusion"]["train"]["weights"] for entry in record["runs"]]
+        weights = [statistics.fmean(column) for column in zip(*fits, strict=True)]
+        known = dict(zip(record["exit_blocks"], weights, strict=True))
+        amount = statistics.fmean(effective_layers(fit) for fit in fits)
+        text = f"{label(record)} (N_eff {amount:.1f})"
+        series.append(Series(text, [known.get(block) for block in blocks], run_ink(index)))
+    return bar_chart(
+        f"fusion-{end}",
+        f"Fusion weights: {title}",
+        [str(block) for block in blocks],
+        series,
+        y_label="weight",
+        wide=True,
+    )
+
+
+def early_exit(end: str, title: str, records: list[Record]) -> Chart | None:
+    """Accuracy of the mean of the blocks so far against multiply-adds, as the threshold moves; first seed."""
+    curves: list[tuple[str, list[dict[str, Any]]]] = []
+    for record in records:
+        found = record["runs"][0].get("early_exit")
+        if found and "mean" in found["rules"]:
+            name = str(record["name"]).removeprefix(f"{record['data']}-")
+            curves.append((name, found["rules"]["mean"]["curve"]))
+    if not curves:
+        return None
+    costs = sorted({100 * point["compute"] for _, curve in curves for point in curve})
+    series = []
+    for index, (name, curve) in enumerate(curves):
+        top1 = {100 * point["compute"]: point["top1"] for point in curve}
+        series.append(Series(name, [top1.get(cost) for cost in costs], run_ink(index), run_dash(index)))
+    return line_chart(
+        f"early-exit-{end}",
+        f"Early exit: {title}",
+        costs,
+        series,
+        x_label="multiply-adds, % of the whole network",
+        y_label="top-1, %",
+        percent=True,
+        wide=True,
+    )
+
+
+KINDS: dict[str, Callable[[str, str, list[Record]], Chart | None]] = {
+    "by-block": by_block,
+    "gain": gain,
+    "fusion": fusion,
+    "early-exit": early_exit,
+}
+
+
+def record_charts(kind: str, records: Records) -> list[Chart]:
+    """Every figure of a kind that the records allow."""
+    found = [KINDS[kind](*group) for group in groups(records)]
+    return [chart for chart in found if chart is not None]

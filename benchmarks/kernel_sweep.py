@@ -23,17 +23,18 @@ FORWARD = [
     Tile(16, 128, 4, 3), Tile(64, 64, 2, 2, 2, 128), Tile(64, 64, 2, 1, 2, 128), Tile(64, 64, 2, 2, 2, 112),
     Tile(32, 32, 1, 2), Tile(32, 32, 1, 3), Tile(32, 64, 1, 3), Tile(16, 64, 1, 3),
 ]  # fmt: skip
-SUMS = [
-    Tile(32, 64, 4, 1, 3), Tile(32, 64, 4, 1, 4), Tile(64, 64, 4, 1, 2), Tile(64, 64, 4, 1, 3), Tile(16, 64, 4, 1, 4),
-    Tile(16, 64, 4, 1, 5), Tile(16, 64, 8, 1, 3), Tile(16, 32, 4, 1, 6), Tile(16, 128, 8, 1, 2), Tile(32, 128, 8, 1, 2),
+PRODUCTS = [
+    Tile(64, 64, 4, 1, 3), Tile(64, 64, 4, 1, 4), Tile(64, 64, 4, 1, 5), Tile(64, 64, 4, 1, 6), Tile(128, 64, 4, 1, 2),
+    Tile(128, 64, 4, 1, 3), Tile(128, 64, 4, 1, 4), Tile(64, 128, 8, 1, 2), Tile(128, 128, 8, 1, 1),
+    Tile(32, 64, 4, 1, 4), Tile(64, 64, 4, 1, 4, 128),
 ]  # fmt: skip
 GRADIENT = [
     Tile(32, 64, 4, 3, 4), Tile(32, 64, 4, 2, 8), Tile(32, 64, 2, 3, 8), Tile(32, 64, 2, 2, 8), Tile(32, 128, 4, 3, 4),
     Tile(32, 128, 4, 2, 4), Tile(64, 64, 4, 1, 6), Tile(32, 64, 1, 2, 12), Tile(16, 64, 1, 2, 15),
     Tile(32, 32, 1, 2, 16),
 ]  # fmt: skip
-CANDIDATES = {"forward": FORWARD, "sums": SUMS, "gradient": GRADIENT}
-TABLES = {"forward": tiles.FORWARD, "sums": tiles.SUMS, "gradient": tiles.GRADIENT}
+CANDIDATES = {"forward": FORWARD, "products": PRODUCTS, "gradient": GRADIENT}
+TABLES = {"forward": tiles.FORWARD, "products": tiles.PRODUCTS, "gradient": tiles.GRADIENT}
 
 
 class Trial(NamedTuple):
@@ -52,12 +53,13 @@ class Case(NamedTuple):
     norm: nn.BatchNorm2d
     stats: Tensor
     grad: Tensor
+    g: Tensor
     p: Tensor
 
 
 def racy(trial: Trial) -> bool:
     """Whether the trial would pipeline an asynchronous matrix product."""
-    rows = max(16, trial.block.channels // 8) if trial.kernel == "sums" else trial.tile.pixels
+    rows = trial.tile.channels if trial.kernel == "products" else trial.tile.pixels
     return rows >= 64 and trial.tile.warps % 4 == 0 and trial.tile.stages > 1
 
 
@@ -80,7 +82,7 @@ def make_case(block: Block) -> Case:
     stats = kernels.block_statistics(y, norm)
     g, p = forward_outputs(y, weight, block.scales, keep=True, always=True)
     launch_forward(g, p, y, weight.bfloat16(), block.scales, stats)
-    return Case(y, weight, norm, stats, grad, p)
+    return Case(y, weight, norm, stats, grad, g, p)
 
 
 def apply(trial: Trial) -> None:
@@ -117,22 +119,23 @@ def measure(trial: Trial, cases: list[Case]) -> float:
     casts = [case.weight.bfloat16() for case in cases]
     scaled = [torch.empty_like(case.p) for case in cases]
     slopes = [
-        backward.launch_slopes(q, case.p, case.grad, case.y, scales) for case, q in zip(cases, scaled, strict=True)
+        backward.launch_slopes(q, case.p, case.grad, case.g, case.y, scales)
+        for case, q in zip(cases, scaled, strict=True)
     ]
     sums = [
-        backward.launch_sums(s, c.y, w, q, c.stats, scales)
+        backward.launch_sums(*s, c.y, w, q, c.stats, scales)
         for s, c, w, q in zip(slopes, cases, casts, scaled, strict=True)
     ]
     gradients = [torch.empty_like(case.y) for case in cases]
 
     def run(i: int) -> Any:
-        y, weight, _, stats, _, p = cases[i]
+        y, weight, _, stats, _, _, p = cases[i]
         if trial.kernel == "forward":
             g, _ = forward_outputs(y, weight, scales, keep=False)
             return launch_forward(g, p, y, casts[i], scales, stats)
-        if trial.kernel == "sums":
-            return backward.launch_sums(slopes[i], y, casts[i], scaled[i], stats, scales)
-        return backward.launch_gradient(gradients[i], slopes[i], sums[i], y, casts[i], scaled[i], stats, scales)
+        if trial.kernel == "products":
+            return backward.launch_sums(*slopes[i], y, casts[i], scaled[i], stats, scales)
+        return backward.launch_gradient(gradients[i], slopes[i][0], sums[i], y, casts[i], scaled[i], stats, scales)
 
     return microseconds(run, len(cases), 0.01)
 

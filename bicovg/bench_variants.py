@@ -63,9 +63,9 @@ class _FusedConstant(torch.autograd.Function):
         dy, none = y.detach(), y.new_empty((0, 0))
         energy = torch.full((B, C), H * W / 2, device=y.device)  # the gradient of the energies that makes f's own
         if y.is_contiguous(memory_format=torch.channels_last) and not torch.compiler.is_compiling():
-            sums = torch.ops.bicovg.block_goodness_backward_(energy, dy, stats, None, none, [1])
+            sums = torch.ops.bicovg.block_goodness_backward_(energy, None, dy, stats, None, none, [1])
         else:
-            dy, sums = torch.ops.bicovg.block_goodness_backward(energy, dy, stats, None, none, [1])
+            dy, sums = torch.ops.bicovg.block_goodness_backward(energy, None, dy, stats, None, none, [1])
         return dy, None, sums[1], sums[0], None
 
 

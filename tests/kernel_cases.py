@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -16,7 +18,9 @@ from bicovg.draws import keep_mask, make_keys
 from bicovg.goodness import bicovg
 from bicovg.kernels import block, block_backward, tail, tiles
 from bicovg.kernels import goodness as fused
+from bicovg.kernels.block_backward_triton import find_edge
 from bicovg.kernels.image import image_conv_op, image_conv_weight_op
+from bicovg.kernels.loss import cross_entropy_op
 from bicovg.kernels.tiles import Tile
 from bicovg.layers import keyed_dropout, rms_norm, rms_pool
 
@@ -165,10 +169,10 @@ def test_operators_keep_their_contracts() -> None:
     torch.library.opcheck(torch.ops.bicovg.block_goodness, (y.requires_grad_(), *given))
     g, p = (x.detach() for x in torch.ops.bicovg.block_goodness(y, *given))
     for name in ("block_goodness_backward", "block_goodness_backward_"):
-        inputs = (torch.randn_like(g), y.detach().clone(), stats, weight.detach(), p.clone(), [1, 2])
+        inputs = (torch.randn_like(g), g, y.detach().clone(), stats, weight.detach(), p.clone(), [1, 2])
         torch.library.opcheck(getattr(torch.ops.bicovg, name), inputs)
     logits = torch.randn(4, 7, device=DEVICE)
-    torch.library.opcheck(torch.ops.bicovg.cross_entropy, (logits, torch.arange(4, device=DEVICE)))
+    torch.library.opcheck(cross_entropy_op, (logits, torch.arange(4, device=DEVICE)))
     x = torch.randn(2, 3, 5, 4, device=DEVICE)
     torch.library.opcheck(image_conv_op, (x, torch.randn(16, 3, 3, 3, device=DEVICE, requires_grad=True)))
     torch.library.opcheck(image_conv_weight_op, (torch.randn(2, 16, 5, 4, device=DEVICE), x))
@@ -260,6 +264,53 @@ def test_block_equals_batch_norm_relu_and_goodness(
         assert distance(leaf.grad, wanted.grad) < 1e-5
     for name, wanted_buffer in oracle.named_buffers():
         assert torch.allclose(norm.get_buffer(name).double(), wanted_buffer.double(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("pixels", [16, 32, 64])
+def test_every_geometry_of_the_first_pass_gives_the_same_sums(pixels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of one atom, of part of one, and of several; all their rows there or not."""
+    monkeypatch.setattr(block_backward, "products_tile", lambda *_: Tile(pixels, 16, 4, 1))
+    for shape, scales in (((2, 16, 16, 16), (1, 2)), ((4, 16, 4, 4), (1, 2)), ((3, 24, 7, 5), (2, 3))):
+        y = (torch.randn(shape, device=DEVICE) + 0.5).contiguous(memory_format=LAST)
+        norm, weight = make_norm(shape[1]), torch.randn(16, shape[1], device=DEVICE)
+        found = []
+        for by_products in (True, False):
+            monkeypatch.setattr(block_backward, "BY_PRODUCTS", by_products)
+            leaf, w = y.clone().requires_grad_(), weight.clone().requires_grad_()
+            block.block_goodness(leaf, block.block_statistics(y, norm), norm, w, scales).square().sum().backward()
+            found.append([leaf.grad, w.grad, norm.weight.grad, norm.bias.grad])
+            norm.zero_grad()
+        for mine, other in zip(*found, strict=True):
+            assert mine is not None
+            assert other is not None
+            assert distance(mine, other.double()) < 1e-5, (shape, scales)
+
+
+def test_a_channel_without_spread_or_with_a_negative_one_has_its_gradient() -> None:
+    """gamma of 0, below 0 and near 0, where its gradient cannot come by dividing; beta of 0, above and below."""
+    gamma = torch.tensor([1.0, -1.0, 0.0, -0.0, 0.0, 0.0, 1e-5, -1e-5, 1e-3, -1e-3, 1e-30, 1.0, -2.0, 1e-3, 0.5, 1.0])
+    beta = torch.tensor([0.3, 0.3, 0.5, 0.5, -0.5, 0.0, 0.7, 0.7, 0.7, 0.7, 0.0, 0.0, -0.2, 0.0, 9.0, -9.0])
+    y = (2.0 + torch.randn(4, 16, 6, 6, device=DEVICE)).contiguous(memory_format=LAST)
+    norm, oracle = make_norm(16), nn.BatchNorm2d(16, device=DEVICE).double()
+    weight = torch.randn(3, 16, device=DEVICE)
+    with torch.no_grad():
+        norm.weight.copy_(gamma)
+        norm.bias.copy_(beta)
+        oracle.weight.copy_(gamma)
+        oracle.bias.copy_(beta)
+    leaf, wide = y.clone().requires_grad_(), y.double().requires_grad_()
+    g = block.block_goodness(leaf, block.block_statistics(y, norm), norm, weight, (1, 2))
+    reference = bicovg(F.relu(oracle(wide)), weight.double(), (1, 2))
+    grad = torch.rand_like(reference)
+    g.backward(grad.float())
+    reference.backward(grad)
+    assert norm.weight.grad is not None
+    assert leaf.grad is not None
+    scale = oracle.bias.grad.abs().clamp(min=1.0)  # a channel that is off has neither
+    assert ((norm.weight.grad - oracle.weight.grad).abs() / scale).max() < 1e-3
+    assert ((norm.bias.grad - oracle.bias.grad).abs() / scale).max() < 1e-5
+    assert (norm.weight.grad - oracle.weight.grad).abs()[[0, 1, 11, 12]].max() < 1e-4 * scale.max()
+    assert distance(leaf.grad, wide.grad) < 1e-4
 
 
 def test_a_block_may_put_its_gradient_in_the_place_of_y() -> None:
@@ -361,16 +412,39 @@ def test_tail_of_a_sample_that_is_all_zero_has_no_gradient_of_its_own() -> None:
     assert (leaf.grad - wide.grad).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize(("N", "stages"), [(32, 3), (33, 1), (63, 1), (64, 1)])
-def test_no_asynchronous_product_is_pipelined(N: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tiles.SUMS, (512, 8), Tile(32, 64, 4, 3))
-    assert tiles.sums_tile(512, N, 8, torch.bfloat16).stages == stages
-
-
 def test_no_measured_tile_pipelines_an_asynchronous_product() -> None:
     """The rule at the head of ``tiles.py``, over the whole tables; the compiler is asked about a few of them."""
     for table in (tiles.FORWARD, tiles.GRADIENT):
         for place, tile in table.items():
             assert tile.pixels < 64 or tile.warps % 4 or tile.stages == 1, place
-    for (C, H), tile in tiles.SUMS.items():
-        assert C // 8 < 64 or tile.warps % 4 or tile.stages == 1, (C, H)
+    for place, tile in tiles.PRODUCTS.items():  # a product has as many rows as a tile has channels
+        assert tile.channels < 64 or tile.warps % 4 or tile.stages == 1, place
+
+
+@triton.jit
+def edge_kernel(out: tl.tensor, scale: tl.tensor, shift: tl.tensor, SIZE: tl.constexpr) -> None:
+    at = tl.arange(0, SIZE)
+    sign, edge = find_edge(tl.load(scale + at), tl.load(shift + at))
+    tl.store(out + at, sign.to(tl.float32))
+    tl.store(out + SIZE + at, edge.to(tl.float32))
+
+
+def test_a_comparison_in_bfloat16_finds_exactly_what_is_on() -> None:
+    """For every y that is a bfloat16, and so for the ones next to the edge."""
+    scale, shift = torch.randn(2, 4096, device=DEVICE)
+    shift[::3] = -scale[::3] * torch.randn(4096, device=DEVICE)[::3].bfloat16()  # nearly one itself
+    scale[:3], shift[:3] = torch.tensor([0.0, -0.0, 0.0]), torch.tensor([0.5, 0.5, -0.5])
+    shift[3:5] = 0.0
+    found = torch.empty(2, 4096, device=DEVICE)
+    edge_kernel[(1,)](found, scale, shift, SIZE=4096)
+    sign, edge = found
+    assert torch.equal(edge.bfloat16().float(), edge)
+    near = (-shift.double() / scale.double()).nan_to_num(0.0, 1.0, -1.0).bfloat16().view(torch.int16)
+    for step in range(-3, 4):
+        y = (near + step).view(torch.bfloat16).double()
+        z = scale.double() * y + shift.double()
+        wrong = (sign.double() * y > edge.double()) != (z > 0)
+        assert (z[wrong].abs() <= 2e-7 * shift[wrong].abs().double()).all()  # the edge itself is a float32
+        assert not wrong[4::3].any()
+        assert not wrong[5::3].any()
+    assert (sign[:3] * 3.0 > edge[:3]).tolist() == [True, True, False]

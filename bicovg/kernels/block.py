@@ -7,7 +7,8 @@ f is never stored: every kernel reads y and makes ``f = relu(batch norm(y))`` on
 
 The second pass needs the sums of dz, the gradient at batch norm's output, which the first does not compute: where f
 is on it is linear in y, so two small matrix sums, q against on and q against on * y, carry dW and, through W, both
-sums of dz (``finish_kernel``). No pass stores dz. q, p times its slopes, takes p's place before both.
+sums of dz (``finish_kernel``). Those of f's own energies follow from g, which is quadratic in f, and from the sums of
+on and of on * y over atoms (``weigh_slopes``). No pass stores dz. q, p times its slopes, takes p's place before both.
 
 ``block_statistics`` and ``block_goodness`` together equal ``bicovg(relu(batch_norm(y)))`` with f in float32, rounded to
 y's dtype where it meets W. The gradient flows through the batch statistics too; there is no double backward.
@@ -136,38 +137,40 @@ def _(
 @torch.library.custom_op(
     "bicovg::block_goodness_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor y, Tensor stats, Tensor? cast, Tensor p, int[] scales) -> (Tensor, Tensor)",
+    schema="(Tensor grad, Tensor? g, Tensor y, Tensor stats, Tensor? cast, Tensor p, int[] scales) -> (Tensor, Tensor)",
 )
 def block_goodness_backward_op(
-    grad: Tensor, y: Tensor, stats: Tensor, cast: Tensor | None, p: Tensor, scales: Sequence[int]
+    grad: Tensor, g: Tensor | None, y: Tensor, stats: Tensor, cast: Tensor | None, p: Tensor, scales: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """dy (channels_last), and (N + 2, C) float32: dW, dbeta, dgamma."""
     y = y.contiguous(memory_format=torch.channels_last)
     dy = torch.empty_like(y)
-    return dy, differentiate_into(dy, torch.empty_like(p), grad, y, stats, cast, p, scales)
+    return dy, differentiate_into(dy, torch.empty_like(p), grad, g, y, stats, cast, p, scales)
 
 
 @torch.library.custom_op(
     "bicovg::block_goodness_backward_",
     mutates_args=("y", "p"),
-    schema="(Tensor grad, Tensor(a!) y, Tensor stats, Tensor? cast, Tensor(b!) p, int[] scales) -> Tensor",
+    schema="(Tensor grad, Tensor? g, Tensor(a!) y, Tensor stats, Tensor? cast, Tensor(b!) p, int[] scales) -> Tensor",
 )
 def block_goodness_backward_in_place_op(
-    grad: Tensor, y: Tensor, stats: Tensor, cast: Tensor | None, p: Tensor, scales: Sequence[int]
+    grad: Tensor, g: Tensor | None, y: Tensor, stats: Tensor, cast: Tensor | None, p: Tensor, scales: Sequence[int]
 ) -> Tensor:
     """The same with dy in y's place and q in p's; y channels_last. A program writes only what it alone has read."""
-    return differentiate_into(y, p, grad, y, stats, cast, p, scales)
+    return differentiate_into(y, p, grad, g, y, stats, cast, p, scales)
 
 
 @block_goodness_backward_in_place_op.register_fake
-def _(grad: Tensor, y: Tensor, stats: Tensor, cast: Tensor | None, p: Tensor, scales: Sequence[int]) -> Tensor:
+def _(
+    grad: Tensor, g: Tensor | None, y: Tensor, stats: Tensor, cast: Tensor | None, p: Tensor, scales: Sequence[int]
+) -> Tensor:
     N = 0 if cast is None else cast.shape[0]
     return y.new_empty((N + 2, y.shape[1]), dtype=torch.float32)
 
 
 @block_goodness_backward_op.register_fake
 def _(
-    grad: Tensor, y: Tensor, stats: Tensor, cast: Tensor | None, p: Tensor, scales: Sequence[int]
+    grad: Tensor, g: Tensor | None, y: Tensor, stats: Tensor, cast: Tensor | None, p: Tensor, scales: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     N = 0 if cast is None else cast.shape[0]
     dy = torch.empty_like(y, memory_format=torch.channels_last)
@@ -177,18 +180,19 @@ def _(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     y, stats, _, _, weight, cast, scales, _, overwrite = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(y, stats, cast, output[1])
+    ctx.save_for_backward(y, stats, cast, *output)
     ctx.scales, ctx.has_weight = scales, weight is not None
     ctx.overwrite = overwrite and y.is_contiguous(memory_format=torch.channels_last)
 
 
 def _differentiate(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    y, stats, cast, p = ctx.saved_tensors
+    y, stats, cast, g, p = ctx.saved_tensors
+    g = g.detach()
     if ctx.overwrite:
         dy = y.detach()
-        sums = torch.ops.bicovg.block_goodness_backward_(grad, dy, stats, cast, p.detach(), ctx.scales)
+        sums = torch.ops.bicovg.block_goodness_backward_(grad, g, dy, stats, cast, p.detach(), ctx.scales)
     else:
-        dy, sums = torch.ops.bicovg.block_goodness_backward(grad, y, stats, cast, p, ctx.scales)
+        dy, sums = torch.ops.bicovg.block_goodness_backward(grad, g, y, stats, cast, p, ctx.scales)
     return dy, None, sums[-1], sums[-2], sums[:-2] if ctx.has_weight else None, *[None] * 4
 
 

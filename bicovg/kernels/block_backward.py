@@ -7,45 +7,68 @@ import torch
 from torch import Tensor
 
 from bicovg.kernels.goodness import scale_pair
-from bicovg.kernels.tiles import cut_batch, device_guard, gradient_tile, next_power, sums_tile
+from bicovg.kernels.tiles import (
+    cut_batch,
+    device_guard,
+    fills_tiles,
+    gradient_tile,
+    next_power,
+    products_tile,
+    sums_tile,
+)
 
 SCALED = 4096  # elements of p a program
+MOST_PIECES = 256  # of the sum of A f^2
 FEW_WORKERS = 16  # up to here their sums are added where they are used
+BY_PRODUCTS = True  # the first pass of matrix products alone
 
 
 def differentiate_into(
     dy: Tensor,
     q: Tensor,
     grad: Tensor,
+    g: Tensor | None,
     y: Tensor,
     stats: Tensor,
     cast: Tensor | None,
     p: Tensor,
     scales: Sequence[int],
 ) -> Tensor:
-    """Fill dy, which may be y, and q, which may be p; returns (N + 2, C) float32: dW, dbeta, dgamma."""
-    slopes = launch_slopes(q, p, grad.contiguous(), y, scales)
-    sums = launch_sums(slopes, y, cast, q, stats, scales)
+    """Fill dy, which may be y, and q, which may be p; returns (N + 2, C) float32: dW, dbeta, dgamma.
+
+    g, what the forward pass has made, is needed where there is a W.
+    """
+    slopes, energy = launch_slopes(q, p, grad.contiguous(), g if BY_PRODUCTS and cast is not None else None, y, scales)
+    sums = launch_sums(slopes, energy, y, cast, q, stats, scales)
     launch_gradient(dy, slopes, sums, y, cast, q, stats, scales)
     return sums
 
 
-def launch_slopes(q: Tensor, p: Tensor, grad: Tensor, y: Tensor, scales: Sequence[int]) -> Tensor:
-    """Fill q, which may be p: p times the slopes of its energies. Returns those of f, (B, L * L, C) float32."""
+def launch_slopes(
+    q: Tensor, p: Tensor, grad: Tensor, g: Tensor | None, y: Tensor, scales: Sequence[int]
+) -> tuple[Tensor, Tensor | None]:
+    """Fill q, which may be p: p times the slopes of its energies.
+
+    Returns the slopes A of f's energies, (B, L * L, C) float32, and, given g, the sum of A f^2 in pieces (any, C).
+    """
     from bicovg.kernels.block_backward_triton import slopes_kernel
 
     (B, C, H, W), (rows, N) = y.shape, p.shape
     L = math.lcm(*scales)
     S1, S2 = scale_pair(scales)
     slopes = torch.empty((B, L * L, C), dtype=torch.float32, device=y.device)
-    BC, NP = min(512, next_power(C)), max(16, next_power(N)) if N else 16
+    BA = max(16, next_power(math.ceil(B * L * L / MOST_PIECES)))
+    BC, NP = min(max(16, SCALED // BA), next_power(C)), max(16, next_power(N)) if N else 16
     BR = max(1, SCALED // NP)
-    programs = B * L * L * math.ceil(C / BC) + (math.ceil(rows / BR) if N else 0)
+    pieces = math.ceil(B * L * L / BA)
+    energy = None if g is None else torch.empty((pieces, C), dtype=torch.float32, device=y.device)
+    programs = pieces * math.ceil(C / BC) + (math.ceil(rows / BR) if N else 0)
     with device_guard(y):
         slopes_kernel[(programs,)](
-            slopes, q, p, grad, B, rows, C=C, N=N, H=H, W=W, L=L, S1=S1, S2=S2, BC=BC, BR=BR, NP=NP, num_warps=4
-        )
-    return slopes
+            slopes, slopes if energy is None else energy, q, p, grad, grad if g is None else g, B, rows,
+            C=C, N=N, H=H, W=W, L=L, S1=S1, S2=S2, BA=BA, BC=BC, BR=BR, NP=NP, ENERGY=energy is not None, num_warps=4,
+        )  # fmt: skip
+    return slopes, energy
 
 
 def count_workers(y: Tensor, pieces: int, chunks: int, per_sm: int) -> int:
@@ -54,31 +77,52 @@ def count_workers(y: Tensor, pieces: int, chunks: int, per_sm: int) -> int:
     return max(1, min(pieces, per_sm * sms // chunks))
 
 
+def packs_pairs(y: Tensor) -> bool:
+    """Whether the device compares and multiplies two bfloat16 in one instruction."""
+    return y.dtype == torch.bfloat16 and (not y.is_cuda or torch.cuda.get_device_capability(y.device) >= (9, 0))
+
+
 def launch_sums(
-    slopes: Tensor, y: Tensor, cast: Tensor | None, q: Tensor, stats: Tensor, scales: Sequence[int]
+    slopes: Tensor,
+    energy: Tensor | None,
+    y: Tensor,
+    cast: Tensor | None,
+    q: Tensor,
+    stats: Tensor,
+    scales: Sequence[int],
 ) -> Tensor:
-    """(N + 2, C) float32: dW, dbeta, dgamma."""
-    from bicovg.kernels.block_backward_triton import finish_kernel, sums_kernel
+    """(N + 2, C) float32: dW, dbeta, dgamma. With ``energy``, the pass over y is one of matrix products alone."""
+    from bicovg.kernels.block_backward_triton import finish_kernel, products_kernel, sums_kernel
 
     B, C, H, W = y.shape
     N = 0 if cast is None else cast.shape[0]
-    tile = sums_tile(C, N, H, y.dtype)
+    tile = sums_tile(C, y.dtype) if energy is None else products_tile(C, N, H, y.dtype)
     BC, NP = min(tile.channels, max(16, next_power(C))), max(16, next_power(N)) if N else 16
-    rows = B * H * W
-    chunks = math.ceil(C / BC)
-    workers = count_workers(y, math.ceil(rows / tile.pixels), chunks, tile.per_sm)
+    rows, chunks = B * H * W, math.ceil(C / BC)
+    cut = cut_batch(B, H, W, scales, tile.pixels, whole=False)
+    workers = count_workers(y, math.ceil(rows / tile.pixels) if energy is None else cut.tiles, chunks, tile.per_sm)
     part = torch.empty((workers, 2 * N + 2, C), dtype=torch.float32, device=y.device)
     sums = torch.empty((N + 2, C), dtype=torch.float32, device=y.device)
     with device_guard(y):
-        sums_kernel[(chunks, workers)](
-            part, y, q, slopes, stats, rows, C=C, N=N, H=H, W=W, L=math.lcm(*scales), BR=tile.pixels, BC=BC, NP=NP,
-            PRECISION="ieee", STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers,
-        )  # fmt: skip
+        if energy is None:
+            sums_kernel[(chunks, workers)](
+                part, y, q, slopes, stats, rows, C=C, N=N, H=H, W=W, L=cut.L, BR=tile.pixels, BC=BC, NP=NP,
+                PRECISION="ieee", STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers,
+            )  # fmt: skip
+        else:
+            products_kernel[(chunks, workers)](
+                part, y, q, slopes, stats, B, cut.tiles, C=C, N=N, H=H, W=W, L=cut.L, T=cut.T, G=cut.G, Q=cut.Q,
+                BC=BC, NP=NP, GP=max(16, cut.G), FULL=fills_tiles(y, cut, tile.pixels, N, BC, NP),
+                PACKED=packs_pairs(y), PRECISION="ieee", STAGES=tile.stages, num_warps=tile.warps,
+                maxnreg=tile.registers,
+            )  # fmt: skip
         if workers > FEW_WORKERS:
             part = part.sum(dim=0, keepdim=True)
         finish_kernel[(math.ceil(C / 16),)](
-            sums, part, y if cast is None else cast, stats, len(part), C=C, N=N, BC=16, NP=NP, num_warps=4
-        )
+            sums, part, part if energy is None else energy, y if cast is None else cast, stats, len(part),
+            0 if energy is None else len(energy), C=C, N=N, BC=16, NP=NP,
+            PB=0 if energy is None else next_power(len(energy)), num_warps=4,
+        )  # fmt: skip
     return sums
 
 

@@ -49,11 +49,72 @@ def slope_of(
 
 
 @triton.jit
+def energy_of(
+    grad: tl.tensor,
+    g: tl.tensor,
+    b: tl.tensor,
+    i: tl.tensor,
+    j: tl.tensor,
+    k: tl.tensor,
+    mask: tl.tensor,
+    K: tl.constexpr,
+    L: tl.constexpr,
+    S: tl.constexpr,
+    OFF: tl.constexpr,
+    D: tl.constexpr,
+) -> tl.tensor:
+    """Twice grad * g of energies k in the cells of one scale that hold atoms (i, j), shared among a cell's atoms."""
+    at = b.to(tl.int64) * D + OFF + k * (S * S) + (i // (L // S) * S + j // (L // S))
+    product = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32) * tl.load(g + at, mask=mask, other=0.0)
+    return product * (2.0 * S * S / (L * L))
+
+
+@triton.jit
+def store_slopes(
+    slopes: tl.tensor,
+    energy: tl.tensor,
+    grad: tl.tensor,
+    g: tl.tensor,
+    batch: tl.tensor,
+    piece: tl.tensor,
+    chunk: tl.tensor,
+    C: tl.constexpr,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    S1: tl.constexpr,
+    S2: tl.constexpr,
+    BA: tl.constexpr,
+    BC: tl.constexpr,
+    ENERGY: tl.constexpr,
+) -> None:
+    """The slopes of BA atoms and BC channels and, with ENERGY, the sums over those atoms."""
+    K: tl.constexpr = C + N
+    D: tl.constexpr = K * (S1 * S1 + S2 * S2)
+    atom = piece * BA + tl.arange(0, BA)
+    b = (atom // (L * L))[:, None]
+    i = (atom % (L * L) // L)[:, None]
+    j = (atom % L)[:, None]
+    c = chunk * BC + tl.arange(0, BC)
+    mask = (atom < batch * (L * L))[:, None] & (c < C)[None, :]
+    slope = slope_of(grad, b, i, j, c[None, :], mask, K, H, W, L, S1, S2)
+    tl.store(slopes + (atom.to(tl.int64)[:, None] * C + c[None, :]), slope, mask=mask)
+    if ENERGY:
+        part = energy_of(grad, g, b, i, j, c[None, :], mask, K, L, S1, 0, D)
+        if S2 > 0:
+            part += energy_of(grad, g, b, i, j, c[None, :], mask, K, L, S2, K * S1 * S1, D)
+        tl.store(energy + piece * C + c, tl.sum(part, axis=0), mask=c < C)
+
+
+@triton.jit
 def slopes_kernel(
     slopes: tl.tensor,
+    energy: tl.tensor,
     q: tl.tensor,
     p: tl.tensor,
     grad: tl.tensor,
+    g: tl.tensor,
     batch: tl.tensor,
     rows: tl.tensor,
     C: tl.constexpr,
@@ -63,20 +124,23 @@ def slopes_kernel(
     L: tl.constexpr,
     S1: tl.constexpr,
     S2: tl.constexpr,
+    BA: tl.constexpr,
     BC: tl.constexpr,
     BR: tl.constexpr,
     NP: tl.constexpr,
+    ENERGY: tl.constexpr,
 ) -> None:
-    """Two kinds of programs: the slopes A of one atom's channels, (B, L * L, C); and q = A' p of BR pixels, maybe p."""
+    """Two kinds of programs: the slopes A (B, L * L, C) of BA atoms; and q = A' p of BR pixels, where q may be p.
+
+    With ENERGY the first kind also sums A f^2 over its atoms' pixels, for every channel.
+    """
     chunks: tl.constexpr = (C + BC - 1) // BC
     pid = tl.program_id(0)
-    count = batch * (L * L * chunks)
+    count = (batch * (L * L) + BA - 1) // BA * chunks
     if pid < count:
-        atom = pid // chunks % (L * L)
-        b = pid // (chunks * L * L)
-        c = pid % chunks * BC + tl.arange(0, BC)
-        slope = slope_of(grad, b, atom // L, atom % L, c, c < C, C + N, H, W, L, S1, S2)
-        tl.store(slopes + (b.to(tl.int64) * (L * L) + atom) * C + c, slope, mask=c < C)
+        store_slopes(
+            slopes, energy, grad, g, batch, pid // chunks, pid % chunks, C, N, H, W, L, S1, S2, BA, BC, ENERGY
+        )  # fmt: skip
     elif N > 0:
         r = (pid - count) * BR + tl.arange(0, BR)
         n = tl.arange(0, NP)
@@ -181,20 +245,156 @@ def sums_kernel(
 
 
 @triton.jit
+def find_edge(scale: tl.tensor, shift: tl.tensor) -> tl.tensor:
+    """(sign, edge) in bfloat16 such that scale * y + shift > 0 where sign * y > edge, for every y that is a bfloat16.
+
+    The true edge is rounded down to the next bfloat16, which no bfloat16 lies between.
+    """
+    sign = tl.where(scale < 0.0, -1.0, 1.0)
+    none = scale == 0.0
+    edge = tl.where(none, tl.where(shift > 0.0, -3e38, 3e38), -shift / tl.where(none, 1.0, tl.abs(scale)))
+    bits = edge.to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits + 0xFFFF, bits) & -65536
+    return sign.to(tl.bfloat16), bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
+
+
+@triton.jit
+def products_kernel(
+    part: tl.tensor,
+    y: tl.tensor,
+    q: tl.tensor,
+    slopes: tl.tensor,
+    stats: tl.tensor,
+    batch: tl.tensor,
+    tiles: tl.tensor,
+    C: tl.constexpr,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    T: tl.constexpr,
+    G: tl.constexpr,
+    Q: tl.constexpr,
+    BC: tl.constexpr,
+    NP: tl.constexpr,
+    GP: tl.constexpr,
+    FULL: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """A worker's sums over pixels for one block of channels: on q^T, (on y) q^T, and A on, A on y.
+
+    All of them are matrix products, of what y and a comparison give without rounding. FULL: every row of every tile
+    exists. PACKED: two bfloat16 an instruction.
+    """
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    n = tl.arange(0, NP)
+    ok_c = c < C
+    scale = tl.load(stats + 2 * C + c, mask=ok_c, other=0.0)
+    shift = tl.load(stats + 3 * C + c, mask=ok_c, other=0.0)
+    if PACKED:
+        sign, edge = find_edge(scale, shift)
+        sign = tl.broadcast_to(sign[None, :], [G * Q, BC])
+        edge = tl.broadcast_to(edge[None, :], [G * Q, BC])
+    count = tl.zeros([BC, NP], dtype=tl.float32)
+    moment = tl.zeros([BC, NP], dtype=tl.float32)
+    first = tl.zeros([BC, GP], dtype=tl.float32)
+    second = tl.zeros([BC, GP], dtype=tl.float32)
+    slot = tl.arange(0, GP)
+    own = (tl.arange(0, G * Q) // Q)[:, None] == slot[None, :]  # the atom of every row
+    inside = tl.where(own, 1.0, 0.0).to(y.dtype.element_ty)
+    for tile in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=STAGES):
+        begin = tile // T * G
+        start, pixel, ok = find_pixels(tile // T, tile % T, batch, H, W, L, L * L, G, Q)
+        if FULL:
+            x = tl.load(y + start * C + (pixel[:, None] * C + c[None, :]))
+            scaled = tl.load(q + start * N + (pixel[:, None] * N + n[None, :]))
+        else:  # what is on in rows that do not exist is no matter: they are in no atom, and q is 0 there
+            x = tl.load(y + start * C + (pixel[:, None] * C + c[None, :]), mask=tile_mask(ok, c, C, BC), other=0.0)
+            at = q + start * N + (pixel[:, None] * N + n[None, :])
+            scaled = tl.load(at, mask=tile_mask(ok, n, N, NP), other=0.0)
+            inside = tl.where(own & ok[:, None], 1.0, 0.0).to(x.dtype)
+        if PACKED:
+            on = tl.inline_asm_elementwise(
+                "{ .reg .b32 signed; mul.rn.bf16x2 signed, $1, $2; set.gt.bf16x2.bf16x2 $0, signed, $3; }",
+                "=r,r,r,r",
+                [x, sign, edge],
+                dtype=tl.bfloat16,
+                is_pure=True,
+                pack=2,
+            )
+            kept = tl.inline_asm_elementwise(
+                "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, on], dtype=tl.bfloat16, is_pure=True, pack=2
+            )
+        else:
+            z = x.to(tl.float32) * scale[None, :] + shift[None, :]
+            on = tl.where(z > 0.0, 1.0, 0.0).to(x.dtype)
+            kept = tl.where(z > 0.0, x, 0.0).to(x.dtype)
+        on = tl.trans(on)
+        kept = tl.trans(kept)
+        count = tl.dot(on, scaled, count, input_precision=PRECISION)
+        moment = tl.dot(kept, scaled, moment, input_precision=PRECISION)
+        here = tl.dot(on, inside, input_precision=PRECISION)
+        there = tl.dot(kept, inside, input_precision=PRECISION)
+        if G == 1:
+            slope = tl.load(slopes + (begin * C + c), mask=ok_c, other=0.0)[:, None]
+        else:
+            exists = (slot < G) & (begin + slot < batch * (L * L))
+            at = slopes + ((begin + slot)[None, :] * C + c[:, None])
+            slope = tl.load(at, mask=ok_c[:, None] & exists[None, :], other=0.0)
+        first += here * slope
+        second += there * slope
+    part += tl.program_id(1).to(tl.int64) * ((2 * N + 2) * C)
+    at = part + n[None, :] * C + c[:, None]
+    keep = ok_c[:, None] & (n < N)[None, :]
+    tl.store(at, count, mask=keep)
+    tl.store(at + N * C, moment, mask=keep)
+    tl.store(part + 2 * N * C + c, tl.sum(first, axis=1), mask=ok_c)
+    tl.store(part + (2 * N + 1) * C + c, tl.sum(second, axis=1), mask=ok_c)
+
+
+@triton.jit
+def weigh_slopes(
+    on: tl.tensor,
+    moment: tl.tensor,
+    energy: tl.tensor,
+    mean: tl.tensor,
+    rstd: tl.tensor,
+    scale: tl.tensor,
+    shift: tl.tensor,
+) -> tl.tensor:
+    """The sums of A f and A f xhat from those of A on, A on y and A f^2: f^2 = f (gamma xhat + beta) where f is on.
+
+    Where gamma is so small that dividing by it would amplify rounding, xhat beta stands for xhat f.
+    """
+    gamma = scale / rstd
+    beta = shift + mean * scale
+    first = scale * moment + shift * on
+    small = tl.abs(gamma) <= 2.5e-4 * tl.abs(beta)
+    second = tl.where(small, beta * rstd * (moment - mean * on), (energy - beta * first) / tl.where(small, 1.0, gamma))
+    return first, second
+
+
+@triton.jit
 def finish_kernel(
     sums: tl.tensor,
     part: tl.tensor,
+    energy: tl.tensor,
     w: tl.tensor,
     stats: tl.tensor,
     workers: tl.tensor,
+    pieces: tl.tensor,
     C: tl.constexpr,
     N: tl.constexpr,
     BC: tl.constexpr,
     NP: tl.constexpr,
+    PB: tl.constexpr,
 ) -> None:
     """(N + 2, C): dW, the sum of dz (dbeta) and of dz * xhat (dgamma), from the workers' sums.
 
-    f = scale * y + shift where it is on, so dW needs no sum of its own, and W carries both sums to dz.
+    f = scale * y + shift where it is on, so dW needs no sum of its own, and W carries both sums to dz. PB: 0 where the
+    workers have the sums of A f and A f y themselves, or at least the ``pieces`` in which the sum of A f^2 comes.
     """
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     n = tl.arange(0, NP)
@@ -213,15 +413,22 @@ def finish_kernel(
             moment += tl.load(part + N * C + at, mask=keep, other=0.0)
         part += (2 * N + 2) * C
     mean = tl.load(stats + c, mask=ok, other=0.0)
-    rstd = tl.load(stats + C + c, mask=ok, other=0.0)
+    rstd = tl.load(stats + C + c, mask=ok, other=1.0)
+    scale = tl.load(stats + 2 * C + c, mask=ok, other=0.0)
+    shift = tl.load(stats + 3 * C + c, mask=ok, other=0.0)
+    if PB > 0:
+        piece = tl.arange(0, PB)
+        own = (piece < pieces)[:, None] & ok[None, :]
+        total = tl.sum(tl.load(energy + piece[:, None] * C + c[None, :], mask=own, other=0.0), axis=0)
+        first, second = weigh_slopes(first, second, total, mean, rstd, scale, shift)
+    else:
+        second = rstd * (second - mean * first)
     if N > 0:
-        scale = tl.load(stats + 2 * C + c, mask=ok, other=0.0)
-        shift = tl.load(stats + 3 * C + c, mask=ok, other=0.0)
         tl.store(sums + at, scale[None, :] * moment + shift[None, :] * count, mask=keep)
         weight = tl.load(w + at, mask=keep, other=0.0).to(tl.float32)
-        first += tl.sum(weight * count, axis=0)
-        second += tl.sum(weight * moment, axis=0)
-    second = rstd * (second - mean * first)
+        through = tl.sum(weight * count, axis=0)
+        first += through
+        second += rstd * (tl.sum(weight * moment, axis=0) - mean * through)
     tl.store(sums + N * C + c, first, mask=ok)
     tl.store(sums + (N + 1) * C + c, second, mask=ok)
 

@@ -29,6 +29,7 @@ from bicovg.kernels.tiles import (
     backward_tile,
     cut_batch,
     device_guard,
+    fills_tiles,
     forward_tile,
     next_power,
     stores_projection,
@@ -68,13 +69,14 @@ def launch_forward(
     S1, S2 = scale_pair(scales)
     tile = forward_tile(C, N, H, W, scales, f.dtype)
     cut = cut_batch(B, H, W, scales, tile.pixels, whole=True)
+    BC, NP = min(tile.channels, max(16, next_power(C))), max(16, next_power(N)) if N else 16
     out = g if cut.direct else g.new_empty(B * cut.AP * cut.T * (C + N), dtype=torch.float32)
     with device_guard(f):
         forward_kernel[(cut.tiles,)](
             out, p, f, f if weight is None else weight, f if stats is None else stats, B,
             C=C, N=N, H=H, W=W, L=cut.L, S1=S1, S2=S2, AP=cut.AP, T=cut.T, G=cut.G, Q=cut.Q,
-            BC=min(tile.channels, max(16, next_power(C))), NP=max(16, next_power(N)) if N else 16,
-            DIRECT=cut.direct, KEEP=p.numel() > 0, NORM=stats is not None, PRECISION="ieee",
+            BC=BC, NP=NP, DIRECT=cut.direct, KEEP=p.numel() > 0, NORM=stats is not None,
+            FULL=f.dtype == torch.bfloat16 and fills_tiles(f, cut, tile.pixels, N, BC, NP), PRECISION="ieee",
             STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers,
         )  # fmt: skip
         if not cut.direct:

@@ -1,8 +1,9 @@
 """Triton kernels of the fused goodness; launched by ``bicovg.kernels.goodness``, which explains the design.
 
 Vocabulary: the map is cut into L x L *atoms* (L = lcm of the scales, edges floor(i * H / L)), so every cell
-of every scale is a rectangle of whole atoms. A tile is G atoms of Q pixel slots each; slots past an atom's
-edge are masked. A large atom is cut into T steps of Q slots. f is (B, H, W, C) in memory, K = C + N energies.
+of every scale is a rectangle of whole atoms. A tile is G atoms of Q pixel slots each, a power of two of them a row;
+slots past an atom's edge are masked. A large atom is cut into T steps of Q slots. f is (B, H, W, C) in memory,
+K = C + N energies.
 """
 # mypy: disallow-untyped-decorators=False
 
@@ -40,7 +41,7 @@ def find_pixels(
     sample = first * G // AP
     b, i, j, ok = find_atoms(first * G + r // Q, batch, L, AP)
     q = step * Q + r % Q
-    M: tl.constexpr = (W + L - 1) // L  # the widest atom
+    M: tl.constexpr = triton.next_power_of_2((W + L - 1) // L)  # slots of an atom's row
     row = i * H // L + q // M
     col = j * W // L + q % M
     ok = ok & (row < (i + 1) * H // L) & (col < (j + 1) * W // L)
@@ -132,6 +133,12 @@ def store_energy(
 
 
 @triton.jit
+def pin(x: tl.tensor) -> tl.tensor:
+    """x, float32, computed once: what stands before an assembler statement is not repeated in another layout."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
 def forward_kernel(
     out: tl.tensor,
     p: tl.tensor,
@@ -155,12 +162,14 @@ def forward_kernel(
     DIRECT: tl.constexpr,
     KEEP: tl.constexpr,
     NORM: tl.constexpr,
+    FULL: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
     """Sums of f^2 and (W f)^2 over the atoms of one tile, f read once; p = W f is kept on request.
 
-    With NORM the tensor f holds y, and f = relu(batch norm(y)) is made on the way in.
+    With NORM the tensor f holds y, and f = relu(batch norm(y)) is made on the way in. FULL: every row of every tile
+    exists, so that no mask is needed.
     """
     first = tl.program_id(0) // T
     step = tl.program_id(0) % T
@@ -172,14 +181,17 @@ def forward_kernel(
     for c0 in tl.range(0, C, BC, num_stages=STAGES):
         c = c0 + tl.arange(0, BC)
         mask = tile_mask(ok, c, C, BC)
-        x = tl.load(f + (pixel[:, None] * C + c[None, :]), mask=mask, other=0.0)
+        if FULL:
+            x = tl.load(f + (pixel[:, None] * C + c[None, :]))
+        else:
+            x = tl.load(f + (pixel[:, None] * C + c[None, :]), mask=mask, other=0.0)
         wide = x.to(tl.float32)
         if NORM:
             ok_c = c < C
             scale = tl.load(stats + 2 * C + c, mask=ok_c, other=0.0)
             shift = tl.load(stats + 3 * C + c, mask=ok_c, other=0.0)
-            # The mask stays even where all rows exist: without it Triton computes f twice, once for the product.
-            wide = tl.where(mask, relu(wide * scale[None, :] + shift[None, :]), 0.0)
+            wide = relu(wide * scale[None, :] + shift[None, :])
+            wide = pin(wide) if FULL else tl.where(mask, wide, 0.0)  # either keeps Triton from computing f twice
             x = wide.to(x.dtype)
         energy = tl.sum(tl.reshape(wide * wide, [G, Q, BC]), axis=1)
         store_energy(
@@ -191,7 +203,10 @@ def forward_kernel(
     if N > 0:
         if KEEP:
             at = p + base * N + (pixel[:, None] * N + n[None, :])
-            tl.store(at, proj.to(p.dtype.element_ty), mask=tile_mask(ok, n, N, NP))
+            if FULL:
+                tl.store(at, proj.to(p.dtype.element_ty))
+            else:
+                tl.store(at, proj.to(p.dtype.element_ty), mask=tile_mask(ok, n, N, NP))
         energy = tl.sum(tl.reshape(proj * proj, [G, Q, NP]), axis=1)
         store_energy(
             out, energy, C + n, n < N, first, step, batch, K, H, W, L, S1, S2, AP, T, G, NP, DIRECT

@@ -9,7 +9,7 @@ and a few rows of the result come out wrong.
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,21 +57,7 @@ FORWARD: dict[tuple[int, int], Tile] = {
     (512, 7): Tile(32, 64, 2, 3, 2),
 }
 BACKWARD: dict[tuple[int, int], Tile] = {}
-SUMS: dict[tuple[int, int], Tile] = {
-    (128, 32): Tile(32, 64, 4, 1, 4),
-    (256, 32): Tile(64, 64, 4, 1, 3),
-    (256, 16): Tile(64, 64, 4, 1, 3),
-    (512, 16): Tile(64, 64, 4, 1, 3),
-    (512, 8): Tile(32, 64, 4, 1, 3),
-    (512, 4): Tile(64, 64, 4, 1, 3),
-    (512, 2): Tile(64, 64, 4, 1, 3),
-    (128, 64): Tile(32, 64, 4, 1, 4),
-    (128, 112): Tile(32, 64, 4, 1, 4),
-    (256, 56): Tile(64, 64, 4, 1, 3),
-    (512, 28): Tile(64, 64, 4, 1, 3),
-    (512, 14): Tile(64, 64, 4, 1, 3),
-    (512, 7): Tile(32, 64, 4, 1, 3),
-}
+PRODUCTS: dict[tuple[int, int], Tile] = {}
 GRADIENT: dict[tuple[int, int], Tile] = {
     (128, 32): Tile(32, 64, 4, 3, 4),
     (256, 32): Tile(32, 64, 2, 2, 8),
@@ -95,8 +81,8 @@ def next_power(n: int) -> int:
 
 
 def atom_slots(H: int, W: int, L: int) -> int:
-    """Pixel slots that hold the largest atom of the L x L grid, rounded up to a power of two."""
-    return next_power(math.ceil(H / L) * math.ceil(W / L))
+    """Pixel slots that hold the largest atom of the L x L grid; its rows and all of it rounded up to powers of two."""
+    return next_power(math.ceil(H / L) * next_power(math.ceil(W / L)))
 
 
 def stores_projection(channels: int, dtype: torch.dtype) -> bool:
@@ -132,13 +118,18 @@ def backward_tile(C: int, N: int, H: int, W: int, scales: Sequence[int], dtype: 
     return Tile(32, 64, 4, 1 if N > 32 else stages, per_sm=3)
 
 
-def sums_tile(C: int, N: int, H: int, dtype: torch.dtype) -> Tile:
-    """Launch shape of the fused block's first backward pass."""
+def sums_tile(C: int, dtype: torch.dtype) -> Tile:
+    """Launch shape of the fused block's first backward pass where it sums A f and A f y."""
     if dtype != torch.bfloat16:
         return Tile(32, 32, stages=2)
-    tile = SUMS.get((C, H), Tile(32, 64, 4, 1, per_sm=4) if C <= 128 else Tile(64, 64, 4, 1, per_sm=3))
-    # The product's rows are the projections here, padded.
-    return replace(tile, stages=1) if next_power(max(1, N)) >= 64 and tile.warps % 4 == 0 else tile
+    return Tile(32, 64, 4, 1, per_sm=4) if C <= 128 else Tile(64, 64, 4, 1, per_sm=3)
+
+
+def products_tile(C: int, N: int, H: int, dtype: torch.dtype) -> Tile:
+    """Launch shape of the fused block's first backward pass where it is matrix products; as many as fit at once."""
+    if dtype != torch.bfloat16:
+        return Tile(32, 32, stages=2)
+    return PRODUCTS.get((C, H), Tile(64, 64, 4, 1, per_sm=5 if N <= 16 else 4 if N <= 32 else 3))
 
 
 def gradient_tile(C: int, N: int, H: int, dtype: torch.dtype) -> Tile:
@@ -164,7 +155,7 @@ class Grid:
 def cut_batch(B: int, H: int, W: int, scales: Sequence[int], rows: int, whole: bool) -> Grid:
     """Cut B maps into tiles of ``rows`` pixel slots; ``whole`` asks for whole samples where they fit."""
     L = math.lcm(*scales)
-    largest = math.ceil(H / L) * math.ceil(W / L)
+    largest = math.ceil(H / L) * next_power(math.ceil(W / L))
     Q = min(atom_slots(H, W, L), rows)
     T = math.ceil(largest / Q)
     cells = sum(s * s for s in scales)
@@ -172,6 +163,12 @@ def cut_batch(B: int, H: int, W: int, scales: Sequence[int], rows: int, whole: b
     AP = next_power(L * L) if direct else L * L
     G = rows // Q
     return Grid(L, AP, T, G, Q, math.ceil(B * AP / G) * T, direct)
+
+
+def fills_tiles(f: Tensor, cut: Grid, pixels: int, N: int, BC: int, NP: int) -> bool:
+    """Whether every row and column of every tile of maps f exists, so that none needs a mask."""
+    B, C, H, W = f.shape
+    return cut.tiles * pixels == B * H * W and C % BC == 0 and N in (0, NP)
 
 
 def device_guard(f: Tensor) -> AbstractContextManager[Any]:

@@ -81,6 +81,15 @@ def compile_block(dtype: torch.dtype, C: int, H: int, scales: tuple[int, int], p
     tail.launch_tail_backward(torch.zeros_like(h), h, y, stats, rms, pool, 0.1, 1e-6)
 
 
+def compile_measured_products() -> None:
+    """Every launch shape of the table, which may be pipelined."""
+    for C, H in {(C, tile): (C, H) for (C, H), tile in tiles.PRODUCTS.items()}.values():
+        y = torch.zeros(16, C, H, H, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+        q, cast = torch.zeros(16 * H * H, C // 8, dtype=y.dtype), torch.zeros(C // 8, C, dtype=y.dtype)
+        slopes, energy = torch.zeros(16, 16, C), torch.zeros(4, C)
+        launch_sums(slopes, energy, y, cast, q, torch.zeros(4, C), (2, 4) if C == 128 else (1, 2))
+
+
 def compile_updates(optim: OptimConfig) -> None:
     net = local_network(3, (24,), pools=(), scales=((1, 2),), groups=(1,)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     (optimizer,) = make_optimizers(net, optim, torch.device("cpu"))
@@ -106,6 +115,7 @@ def main() -> None:
     for dtype, shapes in ((torch.bfloat16, BLOCKS), (torch.float32, BLOCKS[:1])):
         for shape in shapes:
             compile_block(dtype, *shape)
+    compile_measured_products()
     x = torch.zeros(2, 3, 32, 32, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     image.image_conv_weight_op(image.image_conv_op(x, torch.zeros(128, 3, 3, 3, dtype=torch.bfloat16)), x)
     loss.cross_entropy_op(torch.zeros(128, 100), torch.zeros(128, dtype=torch.int64))

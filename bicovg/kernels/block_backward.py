@@ -121,7 +121,7 @@ def launch_sums(
         finish_kernel[(math.ceil(C / 16),)](
             sums, part, part if energy is None else energy, y if cast is None else cast, stats, len(part),
             0 if energy is None else len(energy), C=C, N=N, BC=16, NP=NP,
-            PB=0 if energy is None else next_power(len(energy)), num_warps=4,
+            PB=0 if energy is None else next_power(len(energy)), WB=min(8, next_power(len(part))), num_warps=8,
         )  # fmt: skip
     return sums
 

@@ -390,11 +390,13 @@ def finish_kernel(
     BC: tl.constexpr,
     NP: tl.constexpr,
     PB: tl.constexpr,
+    WB: tl.constexpr,
 ) -> None:
     """(N + 2, C): dW, the sum of dz (dbeta) and of dz * xhat (dgamma), from the workers' sums.
 
     f = scale * y + shift where it is on, so dW needs no sum of its own, and W carries both sums to dz. PB: 0 where the
-    workers have the sums of A f and A f y themselves, or at least the ``pieces`` in which the sum of A f^2 comes.
+    workers have the sums of A f and A f y themselves, or at least the ``pieces`` in which the sum of A f^2 comes. WB:
+    workers added at once.
     """
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     n = tl.arange(0, NP)
@@ -405,13 +407,17 @@ def finish_kernel(
     second = tl.zeros([BC], dtype=tl.float32)
     count = tl.zeros([NP, BC], dtype=tl.float32)
     moment = tl.zeros([NP, BC], dtype=tl.float32)
-    for _ in range(workers):
-        first += tl.load(part + 2 * N * C + c, mask=ok, other=0.0)
-        second += tl.load(part + (2 * N + 1) * C + c, mask=ok, other=0.0)
+    for begin in range(0, workers, WB):
+        worker = begin + tl.arange(0, WB)
+        own = part + worker[:, None] * ((2 * N + 2) * C) + c[None, :]
+        there = (worker < workers)[:, None] & ok[None, :]
+        first += tl.sum(tl.load(own + 2 * N * C, mask=there, other=0.0), axis=0)
+        second += tl.sum(tl.load(own + (2 * N + 1) * C, mask=there, other=0.0), axis=0)
         if N > 0:
-            count += tl.load(part + at, mask=keep, other=0.0)
-            moment += tl.load(part + N * C + at, mask=keep, other=0.0)
-        part += (2 * N + 2) * C
+            own = part + (worker[:, None, None] * ((2 * N + 2) * C) + at[None, :, :])
+            there = (worker < workers)[:, None, None] & keep[None, :, :]
+            count += tl.sum(tl.load(own, mask=there, other=0.0), axis=0)
+            moment += tl.sum(tl.load(own + N * C, mask=there, other=0.0), axis=0)
     mean = tl.load(stats + c, mask=ok, other=0.0)
     rstd = tl.load(stats + C + c, mask=ok, other=1.0)
     scale = tl.load(stats + 2 * C + c, mask=ok, other=0.0)

@@ -3,7 +3,7 @@
 The rules below are starting points; ``benchmarks/kernels.py --sweep`` measures candidates for the tables, which win
 over the rules. No tile that makes Hopper's asynchronous matrix instruction (a product of 64 or more rows on a multiple
 of 4 warps) is pipelined: Triton 3.6 then reuses its operands' shared memory for our reductions before it has read them,
-and a few rows of the result come out wrong.
+and a few rows of the result come out wrong. The pass of matrix products may be: it waits for the last one of a tile.
 """
 
 import math
@@ -129,7 +129,7 @@ def products_tile(C: int, N: int, H: int, dtype: torch.dtype) -> Tile:
     """Launch shape of the fused block's first backward pass where it is matrix products; as many as fit at once."""
     if dtype != torch.bfloat16:
         return Tile(32, 32, stages=2)
-    return PRODUCTS.get((C, H), Tile(64, 64, 4, 1, per_sm=5 if N <= 16 else 4 if N <= 32 else 3))
+    return PRODUCTS.get((C, H), Tile(64, 64, 4, 2, per_sm=4 if N <= 32 else 3))
 
 
 def gradient_tile(C: int, N: int, H: int, dtype: torch.dtype) -> Tile:

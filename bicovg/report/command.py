@@ -14,7 +14,7 @@ def add_parsers(commands: Any) -> None:
     report.add_argument("--figures", metavar="DIR", help="write every plot as a file of its own, and no page")
     report.add_argument("--format", default="svg,pdf,png", help="formats of the figures (default svg,pdf,png)")
     report.add_argument("--no-images", action="store_true", help="leave out what needs the test images")
-    report.add_argument("--tables", action="store_true", help="make the tables of README and docs anew from records/")
+    report.add_argument("--tables", action="store_true", help="make tables and figures of README and docs anew from records/")
     report.add_argument("--tensorboard", metavar="DIR", help="write event files for TensorBoard, and no page")
     report.add_argument("--data-root", help="folder of packed data sets")
     report.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute")

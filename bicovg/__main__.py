@@ -1,25 +1,30 @@
 """``bicovg`` and ``python -m bicovg``."""
 
-import os
 import sys
+import traceback
 from typing import NoReturn
 
 from bicovg.cli import main
 
 
 def run() -> NoReturn:
-    """Run the command line and end the process with its exit code.
-
-    One that has lost others of its run ends at once: threads of its connections may still hold tensors, and would abort
-    Python as it winds up, with another exit code.
-    """
-    code = main()
-    distributed = sys.modules.get("bicovg.distributed")
-    if distributed is not None and distributed.is_connected():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    """Run the command line and end the process with its exit code."""
+    try:
+        code = main()
+    except Exception:
+        if not is_one_of_several():
+            raise
+        traceback.print_exc()
+        code = 1
+    if is_one_of_several():
+        sys.modules["bicovg.distributed"].end_process(code)
     sys.exit(code)
+
+
+def is_one_of_several() -> bool:
+    """Whether this process has met others of its run; asked without importing torch."""
+    distributed = sys.modules.get("bicovg.distributed")
+    return distributed is not None and distributed.has_met
 
 
 if __name__ == "__main__":

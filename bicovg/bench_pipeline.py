@@ -14,7 +14,7 @@ import torch
 
 from bicovg.bench_worker import synthetic_loader
 from bicovg.config import Config, from_json
-from bicovg.distributed import Team, join_team
+from bicovg.distributed import Team, end_process, join_team
 from bicovg.engine import EagerEngine, make_engine
 from bicovg.networks import dry_run
 from bicovg.optim import make_optimizers
@@ -94,6 +94,8 @@ def main() -> None:
         return
     with join_team(config.train) as team:
         print(json.dumps(train_blocks(config, team, request["steps"], request["blocks"])), file=sys.__stdout__)
+    if team.world > 1:
+        end_process(0)
 
 
 if __name__ == "__main__":

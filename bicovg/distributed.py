@@ -6,12 +6,13 @@ was not started by torchrun, or is the only one, is ``ALONE``, for which every e
 """
 
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from bicovg.errors import UserError
 from bicovg.meeting import meet
 
 SILENCE = 4.0  # seconds in which a living rank signs the list of survivors
+has_met = False  # whether this process has ever been one of several
 
 
 class PeerLost(UserError):
@@ -213,13 +215,18 @@ def join_team(train: TrainConfig) -> Iterator[Team]:
     team.leave()
 
 
-def is_connected() -> bool:
-    """Whether connections to other processes are still up: a run that failed does not wait for their end."""
-    return dist.is_available() and dist.is_initialized()
+def end_process(code: int) -> NoReturn:
+    """End a process of a team at once: a thread of a connection that lives on would abort Python as it winds up."""
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def connect(train: TrainConfig) -> tuple[Any, int, int]:
     """Meet the others: NCCL for tensors on GPUs, gloo for those on the host."""
+    global has_met
+    has_met = True
     on_gpu = train.device == "cuda" or (train.device == "auto" and torch.cuda.is_available())
     if on_gpu:
         local, present = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed.nn  # noqa: F401  (imported later, as torch.compile does, it would hold our group for good)
 from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
 PLACE = "bicovg/meeting"

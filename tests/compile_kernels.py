@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from bicovg.config import OptimConfig
-from bicovg.kernels import block, image, loss, tail, tiles
+from bicovg.kernels import block, block_backward, image, loss, tail, tiles
 from bicovg.kernels.block_backward import differentiate_into, launch_slopes, launch_sums
 from bicovg.kernels.goodness import forward_outputs, launch_backward, launch_forward
 from bicovg.lanes import OneLane
@@ -116,6 +116,8 @@ def main() -> None:
         for shape in shapes:
             compile_block(dtype, *shape)
     compile_measured_products()
+    block_backward.packs_pairs = lambda y: False  # as on a GPU older than these
+    compile_block(torch.bfloat16, *BLOCKS[0])
     x = torch.zeros(2, 3, 32, 32, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     image.image_conv_weight_op(image.image_conv_op(x, torch.zeros(128, 3, 3, 3, dtype=torch.bfloat16)), x)
     loss.cross_entropy_op(torch.zeros(128, 100), torch.zeros(128, dtype=torch.int64))

@@ -82,7 +82,7 @@ def test_a_record_that_changed_its_recipe_is_no_row_of_the_ablation_and_says_wha
 
 
 def test_figures_are_drawn_of_records_of_one_length_and_old_ones_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, lift in LIFTS.items():
         run = make_run(tmp_path / name, f"cifar100-{name}", epochs=5, lift=lift)
@@ -94,9 +94,11 @@ def test_figures_are_drawn_of_records_of_one_length_and_old_ones_go(
     figures.mkdir(parents=True)
     (tmp_path / "docs" / "page.md").write_text(kinds)
     (figures / "by-block-cifar100-4.svg").write_text("of a record that is gone")
+    (figures / "drawn-by-hand.svg").write_text("of nobody's business")
     monkeypatch.chdir(tmp_path)
     assert main(["report", "--tables"]) == 0
-    names = {path.name for path in figures.iterdir()}
+    assert "removed: docs/figures/by-block-cifar100-4.svg" in capsys.readouterr().out
+    names = {path.name for path in figures.iterdir()} - {"drawn-by-hand.svg"}
     lengths = ("cifar100-5.svg", "cifar100-6.svg")
     assert names == {f"{kind}-{end}" for kind in ("by-block", "fusion") for end in lengths} | {"gain-cifar100-5.svg"}
     drawn = (figures / "by-block-cifar100-5.svg").read_text()
@@ -126,6 +128,10 @@ def test_a_network_with_one_exit_is_a_dot_at_its_block(tmp_path: Path) -> None:
     records = read_records(tmp_path)
     one = records["bp"]
     one["exit_blocks"], one["runs"][0]["exits"]["top1"] = [7], [61.5]
+    (weights,) = record_charts("fusion", records)
+    assert [line["name"].split()[0] for line in weights.hover["series"]] == ["bicovg"]
+    records["bicovg"]["runs"][0]["fusion"] = {"train": None}
+    assert record_charts("fusion", records) == []
     (chart,) = record_charts("by-block", records)
     assert chart.hover["series"][1]["y"] == [None] * 7 + [61.5]
 

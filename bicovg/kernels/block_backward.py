@@ -38,7 +38,8 @@ def differentiate_into(
 
     g, what the forward pass has made, is needed where there is a W.
     """
-    slopes, energy = launch_slopes(q, p, grad.contiguous(), g if BY_PRODUCTS and cast is not None else None, y, scales)
+    by_products = BY_PRODUCTS and cast is not None and len(cast) > 0
+    slopes, energy = launch_slopes(q, p, grad.contiguous(), g if by_products else None, y, scales)
     sums = launch_sums(slopes, energy, y, cast, q, stats, scales)
     launch_gradient(dy, slopes, sums, y, cast, q, stats, scales)
     return sums

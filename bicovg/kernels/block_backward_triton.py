@@ -366,13 +366,15 @@ def weigh_slopes(
 ) -> tl.tensor:
     """The sums of A f and A f xhat from those of A on, A on y and A f^2: f^2 = f (gamma xhat + beta) where f is on.
 
-    Where gamma is so small that dividing by it would amplify rounding, xhat beta stands for xhat f.
+    Where gamma is so small that dividing by it would amplify rounding, f is on everywhere or nowhere, and xhat^2, of
+    which little comes in, stands for its mean: 1.
     """
     gamma = scale / rstd
     beta = shift + mean * scale
     first = scale * moment + shift * on
-    small = tl.abs(gamma) <= 2.5e-4 * tl.abs(beta)
-    second = tl.where(small, beta * rstd * (moment - mean * on), (energy - beta * first) / tl.where(small, 1.0, gamma))
+    small = tl.abs(gamma) <= 5e-3 * tl.abs(beta)
+    near = beta * rstd * (moment - mean * on) + gamma * on
+    second = tl.where(small, near, (energy - beta * first) / tl.where(small, 1.0, gamma))
     return first, second
 
 

@@ -14,7 +14,7 @@ def add_parsers(commands: Any) -> None:
     report.add_argument("--figures", metavar="DIR", help="write every plot as a file of its own, and no page")
     report.add_argument("--format", default="svg,pdf,png", help="formats of the figures (default svg,pdf,png)")
     report.add_argument("--no-images", action="store_true", help="leave out what needs the test images")
-    report.add_argument("--tables", action="store_true", help="make tables and figures of README and docs anew from records/")
+    report.add_argument("--tables", action="store_true", help="make the tables and figures of README and docs anew")
     report.add_argument("--tensorboard", metavar="DIR", help="write event files for TensorBoard, and no page")
     report.add_argument("--data-root", help="folder of packed data sets")
     report.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute")
@@ -74,7 +74,8 @@ def write_tables(args: argparse.Namespace) -> int:
     if not marked_files():
         raise UserError("no README.md or docs/*.md with a table is here: run it in the checkout")
     changed = update_tables()
-    print("\n".join(f"changed: {path}" for path in changed) or "every table is as its records say")
+    lines = [f"{'changed' if path.exists() else 'removed'}: {path}" for path in changed]
+    print("\n".join(lines) or "every table is as its records say")
     return 0
 
 

@@ -12,7 +12,12 @@ from bicovg.records import Record, seed_values
 from bicovg.report.charts import Chart, Series, bar_chart, line_chart
 from bicovg.report.scene import run_dash, run_ink
 
-DATA = {"cifar100": "CIFAR-100, VGG-8", "tiny-imagenet": "Tiny-ImageNet, VGG-16", "digits": "digits"}
+DATA = {
+    "cifar100": "CIFAR-100, VGG-8",
+    "tiny-imagenet": "Tiny-ImageNet, VGG-16",
+    "imagenet100": "ImageNet-100, VGG-16",
+    "digits": "digits",
+}
 Records = dict[str, Record]
 
 
@@ -67,7 +72,7 @@ def gain(end: str, title: str, records: list[Record]) -> Chart | None:
     ]
     if not pairs:
         return None
-    before, after = pairs[0]
+    before, after = max(pairs, key=lambda pair: (len(pair[0]["seeds"]) + len(pair[1]["seeds"]), not pair[0]["holdout"]))
     gains = [b - a for a, b in zip(exit_means(before), exit_means(after), strict=True)]
     return bar_chart(
         f"gain-{end}",
@@ -81,7 +86,8 @@ def gain(end: str, title: str, records: list[Record]) -> Chart | None:
 
 def fusion(end: str, title: str, records: list[Record]) -> Chart | None:
     """Weights fitted on training images, and how many exits they amount to."""
-    several = [record for record in records if len(record["exit_blocks"]) > 1]
+    fitted = [record for record in records if None not in seed_values(record, "fusion", "train")]
+    several = [record for record in fitted if len(record["exit_blocks"]) > 1]
     if not several:
         return None
     blocks = sorted({block for record in several for block in record["exit_blocks"]})

@@ -18,7 +18,7 @@ from bicovg.records import Record, as_word, changed_settings, load_records, seed
 from bicovg.report.bench_tables import NOT_RUN, efficiency_table, markdown, speed_table
 from bicovg.report.figures import compose
 from bicovg.report.paper import ABLATION, DIAGNOSTICS, MAIN
-from bicovg.report.record_charts import KINDS, comparable, exit_means, record_charts
+from bicovg.report.record_charts import DATA, KINDS, comparable, exit_means, record_charts
 from bicovg.report.svg import svg_file
 from bicovg.runlog import read_early_exit
 
@@ -105,7 +105,8 @@ def headline_table(records: Records) -> str:
     rows = []
     for recipe in (*MAIN, "tiny-imagenet-bp"):
         for record in of_recipe(records, recipe):
-            if record["epochs"] == record["recipe_epochs"] and not record["holdout"]:
+            whole = record["epochs"] == record["recipe_epochs"] and record["precision"] == "bfloat16"
+            if whole and not record["holdout"]:
                 cells, paper = result_cells(record), [number for number in MAIN.get(recipe, ()) if number]
                 rows.append([record["data"], recipe, cells[4], cells[5], *cells[7:9], paper[-1] if paper else "-"])
     return markdown(header, sorted(rows, key=lambda row: row[0]) or [[NOT_RUN, *[""] * (len(header) - 1)]])
@@ -163,7 +164,9 @@ def readings_table(records: Records) -> str:
         rivals = [
             other
             for other in of_recipe(records, record["recipe"], unchanged=False)
-            if other["epochs"] == record["epochs"] and what_changed(other) != what_changed(record)
+            if other["epochs"] == record["epochs"]
+            and not other["holdout"]
+            and what_changed(other) != what_changed(record)
         ]
         if rivals and not record["holdout"]:
             keys = (("last",), ("mean",), ("fusion", "train"))
@@ -269,13 +272,15 @@ def update_tables(root: Path = Path()) -> list[Path]:
     """Rewrite the files whose tables are not those of the records, and the figures; returns what changed."""
     records, files = read_records(root), marked_files(root)
     fresh = {path: fill_file(path, records, root) for path in files}
-    if any("<!-- figures: " in text for text in fresh.values()):
+    drawn = any("<!-- figures: " in text for text in fresh.values())
+    if drawn:
         fresh |= {root / FIGURES / name: text for name, text in draw_figures(records).items()}
     changed = [path for path, text in fresh.items() if not path.is_file() or path.read_text() != text]
     for path in changed:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(fresh[path])
-    stale = [path for path in sorted((root / FIGURES).glob("*.svg")) if path not in fresh]
+    ours = [path for kind in KINDS for data in DATA for path in sorted((root / FIGURES).glob(f"{kind}-{data}-*.svg"))]
+    stale = [path for path in ours if drawn and path not in fresh]
     for path in stale:
         path.unlink()
     return changed + stale

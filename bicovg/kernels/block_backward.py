@@ -52,7 +52,7 @@ def launch_slopes(
 
     Returns the slopes A of f's energies, (B, L * L, C) float32, and, given g, the sum of A f^2 in pieces (any, C).
     """
-    from bicovg.kernels.block_backward_triton import slopes_kernel
+    from bicovg.kernels.slopes_triton import slopes_kernel
 
     (B, C, H, W), (rows, N) = y.shape, p.shape
     L = math.lcm(*scales)

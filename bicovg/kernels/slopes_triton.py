@@ -1,0 +1,151 @@
+"""Triton kernel of the slopes, the gradient of the goodness per pixel and energy; geometry as in ``goodness_triton``.
+
+The slope A of an energy in an atom is 2 x the gradient of each cell that holds it / the cell's pixels.
+"""
+# mypy: disallow-untyped-decorators=False
+
+import triton
+import triton.language as tl
+
+from bicovg.kernels.goodness_triton import cell_size, tile_mask
+
+
+@triton.jit
+def atom_of(i: tl.tensor, H: tl.constexpr, L: tl.constexpr) -> tl.tensor:
+    """The atom of a map's row: the last one whose edge, floor(atom * H / L), is not behind it."""
+    return ((i + 1) * L - 1) // H
+
+
+@triton.jit
+def slope_of(
+    grad: tl.tensor,
+    b: tl.tensor,
+    i: tl.tensor,
+    j: tl.tensor,
+    k: tl.tensor,
+    mask: tl.tensor,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    S1: tl.constexpr,
+    S2: tl.constexpr,
+) -> tl.tensor:
+    """The slopes of energies k in atoms (i, j) of samples b, both scales added; all broadcast together."""
+    row = grad + b.to(tl.int64) * (K * (S1 * S1 + S2 * S2))
+    i1 = i // (L // S1)
+    j1 = j // (L // S1)
+    at = row + k * (S1 * S1) + (i1 * S1 + j1)
+    slope = tl.load(at, mask=mask, other=0.0).to(tl.float32) * (2.0 / cell_size(i1, j1, H, W, S1))
+    if S2 > 0:
+        i2 = i // (L // S2)
+        j2 = j // (L // S2)
+        at = row + K * S1 * S1 + k * (S2 * S2) + (i2 * S2 + j2)
+        slope += tl.load(at, mask=mask, other=0.0).to(tl.float32) * (2.0 / cell_size(i2, j2, H, W, S2))
+    return slope
+
+
+@triton.jit
+def energy_of(
+    grad: tl.tensor,
+    g: tl.tensor,
+    b: tl.tensor,
+    i: tl.tensor,
+    j: tl.tensor,
+    k: tl.tensor,
+    mask: tl.tensor,
+    K: tl.constexpr,
+    L: tl.constexpr,
+    S: tl.constexpr,
+    OFF: tl.constexpr,
+    D: tl.constexpr,
+) -> tl.tensor:
+    """Twice grad * g of energies k in the cells of one scale that hold atoms (i, j), shared among a cell's atoms."""
+    at = b.to(tl.int64) * D + OFF + k * (S * S) + (i // (L // S) * S + j // (L // S))
+    product = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32) * tl.load(g + at, mask=mask, other=0.0)
+    return product * (2.0 * S * S / (L * L))
+
+
+@triton.jit
+def store_slopes(
+    slopes: tl.tensor,
+    energy: tl.tensor,
+    grad: tl.tensor,
+    g: tl.tensor,
+    batch: tl.tensor,
+    piece: tl.tensor,
+    chunk: tl.tensor,
+    C: tl.constexpr,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    S1: tl.constexpr,
+    S2: tl.constexpr,
+    BA: tl.constexpr,
+    BC: tl.constexpr,
+    ENERGY: tl.constexpr,
+) -> None:
+    """The slopes of BA atoms and BC channels and, with ENERGY, the sums over those atoms."""
+    K: tl.constexpr = C + N
+    D: tl.constexpr = K * (S1 * S1 + S2 * S2)
+    atom = piece * BA + tl.arange(0, BA)
+    b = (atom // (L * L))[:, None]
+    i = (atom % (L * L) // L)[:, None]
+    j = (atom % L)[:, None]
+    c = chunk * BC + tl.arange(0, BC)
+    mask = (atom < batch * (L * L))[:, None] & (c < C)[None, :]
+    slope = slope_of(grad, b, i, j, c[None, :], mask, K, H, W, L, S1, S2)
+    tl.store(slopes + (atom.to(tl.int64)[:, None] * C + c[None, :]), slope, mask=mask)
+    if ENERGY:
+        part = energy_of(grad, g, b, i, j, c[None, :], mask, K, L, S1, 0, D)
+        if S2 > 0:
+            part += energy_of(grad, g, b, i, j, c[None, :], mask, K, L, S2, K * S1 * S1, D)
+        tl.store(energy + piece * C + c, tl.sum(part, axis=0), mask=c < C)
+
+
+@triton.jit
+def slopes_kernel(
+    slopes: tl.tensor,
+    energy: tl.tensor,
+    q: tl.tensor,
+    p: tl.tensor,
+    grad: tl.tensor,
+    g: tl.tensor,
+    batch: tl.tensor,
+    rows: tl.tensor,
+    C: tl.constexpr,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    S1: tl.constexpr,
+    S2: tl.constexpr,
+    BA: tl.constexpr,
+    BC: tl.constexpr,
+    BR: tl.constexpr,
+    NP: tl.constexpr,
+    ENERGY: tl.constexpr,
+) -> None:
+    """Two kinds of programs: the slopes A (B, L * L, C) of BA atoms; and q = A' p of BR pixels, where q may be p.
+
+    With ENERGY the first kind also sums A f^2 over its atoms' pixels, for every channel.
+    """
+    chunks: tl.constexpr = (C + BC - 1) // BC
+    pid = tl.program_id(0)
+    count = (batch * (L * L) + BA - 1) // BA * chunks
+    if pid < count:
+        store_slopes(
+            slopes, energy, grad, g, batch, pid // chunks, pid % chunks, C, N, H, W, L, S1, S2, BA, BC, ENERGY
+        )  # fmt: skip
+    elif N > 0:
+        r = (pid - count) * BR + tl.arange(0, BR)
+        n = tl.arange(0, NP)
+        mask = tile_mask(r < rows, n, N, NP)
+        i = atom_of(r // W % H, H, L)
+        j = atom_of(r % W, W, L)
+        k = (C + n)[None, :]
+        factor = slope_of(grad, (r // (H * W))[:, None], i[:, None], j[:, None], k, mask, C + N, H, W, L, S1, S2)
+        at = r.to(tl.int64)[:, None] * N + n[None, :]
+        x = tl.load(p + at, mask=mask, other=0.0).to(tl.float32) * factor
+        tl.store(q + at, x.to(q.dtype.element_ty), mask=mask)

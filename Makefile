@@ -45,7 +45,7 @@ bench-cpu: $(VENV)/.dev
 
 # On a CUDA machine: the tests that need one. `make test` runs their other cases in Triton's interpreter or on the CPU.
 gpu:
-	$(PYTHON) -m pytest -q -rs tests/kernel_cases.py tests/unit_cases.py tests/update_cases.py tests/test_engine.py tests/test_draws.py tests/test_stages.py tests/faults/test_gpu.py
+	$(PYTHON) -m pytest -q -rs tests/kernel_cases.py tests/block_cases.py tests/unit_cases.py tests/update_cases.py tests/test_engine.py tests/test_draws.py tests/test_stages.py tests/faults/test_gpu.py
 
 # On a CUDA machine: every kernel at every recipe's shapes, bf16 and float32.
 kernels:

@@ -1,8 +1,8 @@
 """Runs the kernel tests in Triton's interpreter, and its compiler for a GPU, in processes of their own.
 
 The interpreter must be chosen before Triton is first imported, and must not be seen by any other test: hence a
-process. The cases are in ``kernel_cases.py``, ``unit_cases.py`` and ``update_cases.py``; ``TRITON_INTERPRET=1 pytest
-FILE`` runs them by hand, and on a machine with a GPU ``pytest FILE`` runs them there.
+process. The cases are in ``kernel_cases.py``, ``block_cases.py``, ``unit_cases.py`` and ``update_cases.py``;
+``TRITON_INTERPRET=1 pytest FILE`` runs them by hand, and on a machine with a GPU ``pytest FILE`` runs them there.
 """
 
 import importlib.util
@@ -30,6 +30,7 @@ def test_kernels_equal_their_definitions_in_the_interpreter() -> None:
         "-p",
         "no:cacheprovider",
         "tests/kernel_cases.py",
+        "tests/block_cases.py",
         "tests/unit_cases.py",
         "tests/update_cases.py",
     ]

@@ -4,7 +4,8 @@
 import triton
 import triton.language as tl
 
-from bicovg.kernels.goodness_triton import cell_size, find_atoms, find_pixels, tile_mask
+from bicovg.kernels.goodness_triton import find_atoms, find_pixels, tile_mask
+from bicovg.kernels.slopes_triton import slope_of
 
 
 @triton.jit
@@ -23,19 +24,8 @@ def load_slopes(
 ) -> tl.tensor:
     """(G, channels): 2 * sum over scales of the gradient of the atom's cell / the pixels of that cell."""
     b, i, j, ok = find_atoms(slot, batch, L, L * L)
-    D: tl.constexpr = K * (S1 * S1 + S2 * S2)
-    row = grad + b.to(tl.int64) * D
     mask = ok[:, None] & ch_ok[None, :]
-    i1 = i // (L // S1)
-    j1 = j // (L // S1)
-    at = (row + i1 * S1 + j1)[:, None] + ch[None, :] * (S1 * S1)
-    slope = tl.load(at, mask=mask, other=0.0) * (2.0 / cell_size(i1, j1, H, W, S1))[:, None]
-    if S2 > 0:
-        i2 = i // (L // S2)
-        j2 = j // (L // S2)
-        at = (row + K * S1 * S1 + i2 * S2 + j2)[:, None] + ch[None, :] * (S2 * S2)
-        slope += tl.load(at, mask=mask, other=0.0) * (2.0 / cell_size(i2, j2, H, W, S2))[:, None]
-    return slope
+    return slope_of(grad, b[:, None], i[:, None], j[:, None], ch[None, :], mask, K, H, W, L, S1, S2)
 
 
 @triton.jit

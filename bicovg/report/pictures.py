@@ -11,6 +11,8 @@ from bicovg.report.scene import BARS, STRONG, Ink, depth_ink, run_dash, run_ink
 
 MEAN = Ink("#000000", "#ffffff")
 
+PREDICTS_FROM = {"mean": "mean of blocks so far", "own": "the block alone", "fused": "fusion of blocks so far"}
+
 
 def slug(text: str) -> str:
     """A label as part of a file name."""
@@ -109,51 +111,63 @@ def fusion_weights(runs: Sequence[RunData]) -> Chart | None:
             chosen.append((label, run.exits, fit["weights"]))
     if not chosen:
         return None
+    counts = [f"{label}: N_eff {effective_layers(weights):.2f} of {len(weights)}" for label, _, weights in chosen]
+    name = "fusion-weights" if len(runs) > 1 else f"fusion-weights-{slug(runs[0].label)}"
+    return weight_bars(name, "Fusion weights", chosen, "; ".join(counts) + ".")
+
+
+def weight_bars(
+    name: str, title: str, chosen: Sequence[tuple[str, list[int], list[float]]], note: str = "", wide: bool = False
+) -> Chart:
+    """Bars of (label, exit blocks, weights), one set of each."""
     blocks = sorted({block for _, exits, _ in chosen for block in exits})
     series = []
     for index, (label, exits, weights) in enumerate(chosen):
         by_block = dict(zip(exits, weights, strict=True))
         series.append(Series(label, [by_block.get(b) for b in blocks], run_ink(index)))
-    counts = [f"{label}: N_eff {effective_layers(weights):.2f} of {len(weights)}" for label, _, weights in chosen]
-    return bar_chart(
-        "fusion-weights" if len(runs) > 1 else f"fusion-weights-{slug(runs[0].label)}",
-        "Fusion weights",
-        [str(block) for block in blocks],
-        series,
-        y_label="weight",
-        note="; ".join(counts) + ".",
-        wide=len(series) * len(blocks) > 40,
-    )
+    labels, wide = [str(block) for block in blocks], wide or len(series) * len(blocks) > 40
+    return bar_chart(name, title, labels, series, y_label="weight", note=note, wide=wide)
 
 
 def early_exit_curves(runs: Sequence[RunData]) -> Chart | None:
     """Accuracy against compute, as the confidence threshold moves."""
     chosen: list[tuple[str, Any]] = []
-    names = {"mean": "mean of blocks so far", "own": "the block alone", "fused": "fusion of blocks so far"}
     for run in runs:
         for rule, curve in (run.early_exit or {"rules": {}})["rules"].items():
             if len(runs) == 1:
-                chosen.append((names.get(rule, rule), curve))
+                chosen.append((PREDICTS_FROM.get(rule, rule), curve))
             elif rule == "mean":
                 chosen.append((run.label, curve))
     if not chosen:
         return None
-    costs = sorted({100 * point["compute"] for _, curve in chosen for point in curve["curve"]})
-    series = []
-    for index, (label, curve) in enumerate(chosen):
-        values = {100 * point["compute"]: point["top1"] for point in curve["curve"]}
-        series.append(Series(label, [values.get(cost) for cost in costs], run_ink(index), run_dash(index)))
     source = next(run.early_exit for run in runs if run.early_exit)
+    note = (
+        f"Stops at the first block confident enough; temperatures fitted on {source['calibrated_on']} images, measured "
+        f"on {source['measured_on']} images."
+    )
+    name = "early-exit" if len(runs) > 1 else f"early-exit-{slug(runs[0].label)}"
+    return compute_curves(name, "Early exit", [(label, curve["curve"]) for label, curve in chosen], note)
+
+
+def compute_curves(
+    name: str, title: str, chosen: Sequence[tuple[str, list[dict[str, Any]]]], note: str = "", wide: bool = False
+) -> Chart:
+    """Accuracy against compute of (label, points), one line of each."""
+    costs = sorted({100 * point["compute"] for _, points in chosen for point in points})
+    series = []
+    for index, (label, points) in enumerate(chosen):
+        values = {100 * point["compute"]: point["top1"] for point in points}
+        series.append(Series(label, [values.get(cost) for cost in costs], run_ink(index), run_dash(index)))
     return line_chart(
-        "early-exit" if len(runs) > 1 else f"early-exit-{slug(runs[0].label)}",
-        "Early exit",
+        name,
+        title,
         costs,
         series,
         x_label="multiply-adds, % of the whole network",
         y_label="top-1, %",
-        note=f"Stops at the first block confident enough; temperatures fitted on {source['calibrated_on']} images, "
-        f"measured on {source['measured_on']} images.",
+        note=note,
         percent=True,
+        wide=wide,
     )
 
 

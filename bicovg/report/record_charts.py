@@ -10,6 +10,7 @@ from typing import Any
 from bicovg.diagnostics import effective_layers
 from bicovg.records import Record, seed_values
 from bicovg.report.charts import Chart, Series, bar_chart, line_chart
+from bicovg.report.pictures import compute_curves, weight_bars
 from bicovg.report.scene import run_dash, run_ink
 
 DATA = {
@@ -90,23 +91,13 @@ def fusion(end: str, title: str, records: list[Record]) -> Chart | None:
     several = [record for record in fitted if len(record["exit_blocks"]) > 1]
     if not several:
         return None
-    blocks = sorted({block for record in several for block in record["exit_blocks"]})
-    series = []
-    for index, record in enumerate(several):
+    chosen = []
+    for record in several:
         fits = [entry["fusion"]["train"]["weights"] for entry in record["runs"]]
         weights = [statistics.fmean(column) for column in zip(*fits, strict=True)]
-        known = dict(zip(record["exit_blocks"], weights, strict=True))
         amount = statistics.fmean(effective_layers(fit) for fit in fits)
-        text = f"{label(record)} (N_eff {amount:.1f})"
-        series.append(Series(text, [known.get(block) for block in blocks], run_ink(index)))
-    return bar_chart(
-        f"fusion-{end}",
-        f"Fusion weights: {title}",
-        [str(block) for block in blocks],
-        series,
-        y_label="weight",
-        wide=True,
-    )
+        chosen.append((f"{label(record)} (N_eff {amount:.1f})", record["exit_blocks"], weights))
+    return weight_bars(f"fusion-{end}", f"Fusion weights: {title}", chosen, wide=True)
 
 
 def early_exit(end: str, title: str, records: list[Record]) -> Chart | None:
@@ -117,23 +108,7 @@ def early_exit(end: str, title: str, records: list[Record]) -> Chart | None:
         if found and "mean" in found["rules"]:
             name = str(record["name"]).removeprefix(f"{record['data']}-")
             curves.append((name, found["rules"]["mean"]["curve"]))
-    if not curves:
-        return None
-    costs = sorted({100 * point["compute"] for _, curve in curves for point in curve})
-    series = []
-    for index, (name, curve) in enumerate(curves):
-        top1 = {100 * point["compute"]: point["top1"] for point in curve}
-        series.append(Series(name, [top1.get(cost) for cost in costs], run_ink(index), run_dash(index)))
-    return line_chart(
-        f"early-exit-{end}",
-        f"Early exit: {title}",
-        costs,
-        series,
-        x_label="multiply-adds, % of the whole network",
-        y_label="top-1, %",
-        percent=True,
-        wide=True,
-    )
+    return compute_curves(f"early-exit-{end}", f"Early exit: {title}", curves, wide=True) if curves else None
 
 
 KINDS: dict[str, Callable[[str, str, list[Record]], Chart | None]] = {

@@ -18,13 +18,13 @@ from bicovg.records import Record, as_word, changed_settings, load_records, seed
 from bicovg.report.bench_tables import NOT_RUN, efficiency_table, markdown, speed_table
 from bicovg.report.figures import compose
 from bicovg.report.paper import ABLATION, DIAGNOSTICS, MAIN
+from bicovg.report.pictures import PREDICTS_FROM
 from bicovg.report.record_charts import DATA, KINDS, comparable, exit_means, record_charts
 from bicovg.report.svg import svg_file
 from bicovg.runlog import read_early_exit
 
 MARKED = re.compile(r"(<!-- (table|figures): ([a-z0-9-]+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 FIGURES = Path("docs") / "figures"
-PREDICTS_FROM = {"mean": "mean of blocks so far", "own": "the block alone", "fused": "fusion of blocks so far"}
 FITTED_ON = {
     "train": "on train",
     "augmented": "on augmented train",

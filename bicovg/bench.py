@@ -8,7 +8,8 @@ is not a ratio of two moments.
 import argparse
 import math
 import statistics
-from contextlib import ExitStack
+from collections import deque
+from contextlib import ExitStack, closing
 from typing import Any
 
 from bicovg.bench_cases import BARE, BASELINE, CONSTANT, STRICT, Case, make_cases, pick_cases
@@ -67,15 +68,15 @@ def run(config: Config, args: argparse.Namespace) -> int:
 
         return run_stages(config, args, Bench(args, config.train.device).machine)
     cases = make_cases(config)
-    bench = Bench(args, config.train.device)
-    if args.ab is None:
-        rows = bench.measure_all(pick_cases(cases, args.only))
-        written = {"rows": rows}
-        print_rows(rows, config)
-    else:
-        table = bench.measure_side_by_side(pick_cases(cases, args.ab or TURNS))
-        rows, written = table["sides"], {"side_by_side": [table]}
-        print_side_by_side(table, config)
+    with closing(Bench(args, config.train.device)) as bench:
+        if args.ab is None:
+            rows = bench.measure_all(pick_cases(cases, args.only))
+            written = {"rows": rows}
+            print_rows(rows, config)
+        else:
+            table = bench.measure_side_by_side(pick_cases(cases, args.ab or TURNS))
+            rows, written = table["sides"], {"side_by_side": [table]}
+            print_side_by_side(table, config)
     path = results_path(args.out, bench.machine, config.recipe)
     merge_results(path, config, bench.machine, **written)
     print(f"written: {path}")
@@ -87,10 +88,24 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, device: str) -> None:
         self.args, self.deadline = args, Deadline(args.time_limit)
+        self.ahead: deque[Worker] = deque()
         with Worker(Deadline(None)) as worker:
             self.machine = worker.ask({"do": "describe", "device": device})
         if "error" in self.machine:
             raise UserError(f"no worker could be started: {self.machine['error']}")
+
+    def start_ahead(self, workers: int) -> None:
+        """Let workers import, most of what a row takes, while another measures; not on the cores it measures."""
+        while self.machine["device"] == "cuda" and len(self.ahead) < workers:
+            self.ahead.append(Worker(self.deadline))
+
+    def take_worker(self) -> Worker:
+        return self.ahead.popleft() if self.ahead else Worker(self.deadline)
+
+    def close(self) -> None:
+        """End the workers that were not needed."""
+        while self.ahead:
+            self.ahead.popleft().kill()
 
     def candidates(self, case: Case) -> tuple[str, ...]:
         """Engines to choose the fastest from; backprop is also tried without a single kernel of ours."""
@@ -126,7 +141,8 @@ class Bench:
         return best
 
     def measure_in(self, case: Case, engine: str) -> Row:
-        with Worker(self.deadline) as worker:
+        with self.take_worker() as worker:
+            self.start_ahead(1)
             built = self.build(worker, case, engine)
             if "error" in built:
                 return self.row(case, engine, built)
@@ -174,6 +190,7 @@ class Bench:
 
     def measure_side_by_side(self, cases: list[Case]) -> dict[str, Any]:
         """All cases alive at once; first each one's fastest engine, then blocks of steps in turn."""
+        self.start_ahead(sum(len(self.engines(case)) for case in cases))
         with ExitStack() as stack:
             sides = [self.fastest_side(case, stack) for case in cases]
             rounds: list[Round] = []
@@ -183,13 +200,16 @@ class Bench:
         rows = [self.side_row(side, rounds) for side in sides]
         return {"sides": rows, "rounds": len(rounds), **compare_sides(rounds)}
 
+    def engines(self, case: Case) -> tuple[str, ...]:
+        """To be tried for a side: the one asked for, or all that could be the fastest."""
+        asked = self.args.engine
+        return self.candidates(case) if asked in ("auto", "fastest") else (asked,)
+
     def fastest_side(self, case: Case, stack: ExitStack) -> Side:
         """Build a case in every candidate engine, keep the process of the fastest alive."""
-        asked = self.args.engine
-        engines = self.candidates(case) if asked in ("auto", "fastest") else (asked,)
         sides = []
-        for engine in engines:
-            worker = stack.enter_context(Worker(self.deadline))
+        for engine in self.engines(case):
+            worker = stack.enter_context(self.take_worker())
             sides.append(Side(case, engine, worker, self.build(worker, case, engine)))
             sides[-1].time_block(self.args.steps, repeats=3)
         best = min(sides, key=lambda side: side.milliseconds or math.inf)

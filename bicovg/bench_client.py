@@ -96,12 +96,18 @@ class Worker:
                 if stream is not None:
                     stream.close()
 
+    def kill(self) -> None:
+        """End the process without waiting for it to leave."""
+        self.process.kill()
+        self.close()
+
     def __enter__(self) -> "Worker":
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
-            self.process.kill()
-        self.close()
+        if kind is None:
+            self.close()
+        else:
+            self.kill()

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict
+from importlib import import_module
 from itertools import count
 from typing import Any
 
@@ -203,7 +204,14 @@ class Server:
             return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
 
+def import_compiler() -> None:
+    """Import what the first compilation would, while another worker still measures."""
+    import_module("torch._inductor.compile_fx")
+
+
 def main() -> None:
+    if torch.cuda.is_available():
+        import_compiler()
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.backends.cudnn.benchmark = True

@@ -43,6 +43,8 @@ class LocalWorker(Server):
         LocalWorker.alive -= self.open
         self.open = False
 
+    kill = close
+
     def __enter__(self) -> "LocalWorker":
         return self
 
@@ -89,6 +91,33 @@ def test_bench_without_time_left_says_so_in_every_row(tmp_path: Path) -> None:
     rows = read(out)["rows"]
     assert len(rows) == len(make_cases(get_recipe("digits")))
     assert {row["reason"] for row in rows} == {OUT_OF_TIME}
+
+
+@pytest.mark.usefixtures("_local_workers")
+@pytest.mark.parametrize(("words", "most"), [(["--only", "strict", "end-to-end"], 2), (["--ab"], 4)])
+def test_on_a_gpu_workers_start_ahead_and_none_is_left(
+    words: list[str], most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    start, take = bicovg.bench.Bench.start_ahead, bicovg.bench.Bench.take_worker
+
+    def start_as_on_a_gpu(bench: Any, workers: int) -> None:
+        with monkeypatch.context() as patch:
+            patch.setitem(bench.machine, "device", "cuda")
+            start(bench, workers)
+        seen.append(LocalWorker.alive)
+
+    def take_one(bench: Any) -> Any:
+        before = LocalWorker.alive
+        worker = take(bench)
+        assert LocalWorker.alive == before or not seen, "a worker was waiting already"
+        return worker
+
+    monkeypatch.setattr(bicovg.bench.Bench, "start_ahead", start_as_on_a_gpu)
+    monkeypatch.setattr(bicovg.bench.Bench, "take_worker", take_one)
+    assert main(["bench", "digits", *TINY, *words, "--out", str(tmp_path / "bench.json")]) == 0
+    assert max(seen) == most
+    assert LocalWorker.alive == 0
 
 
 @pytest.mark.parametrize("git", [True, False])

@@ -30,6 +30,7 @@ MAX_FILE = 16 << 30
 MAX_JSON = 1 << 16
 _NAME = re.compile(r"step-[0-9]{9,12}-epoch-[0-9]{4,8}")
 T = TypeVar("T")
+Blob = bytes | memoryview
 
 
 class Unusable(Exception):
@@ -41,7 +42,7 @@ def checkpoint_name(step: int, epoch: int) -> str:
     return f"step-{step:09d}-epoch-{epoch:04d}"
 
 
-def write_checkpoint(run: Path, name: str, files: Mapping[str, bytes], keep: int = KEEP) -> Path:
+def write_checkpoint(run: Path, name: str, files: Mapping[str, Blob], keep: int = KEEP) -> Path:
     """Write, sync, rename, verify; then remove what is older than the newest ``keep`` that verify."""
     folder = run / FOLDER
     if not folder.is_dir():
@@ -70,7 +71,7 @@ def write_checkpoint(run: Path, name: str, files: Mapping[str, bytes], keep: int
     return final
 
 
-def make_manifest(files: Mapping[str, bytes]) -> bytes:
+def make_manifest(files: Mapping[str, Blob]) -> bytes:
     listed = {name: {"bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()} for name, blob in files.items()}
     return _render({"schema": SCHEMA, "files": listed})
 

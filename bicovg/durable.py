@@ -12,7 +12,7 @@ from pathlib import Path
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 
-def write_synced(path: Path, blob: bytes) -> None:
+def write_synced(path: Path, blob: bytes | memoryview) -> None:
     """A new file that is on the disk, not only in its cache, when this returns."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o644)
     try:

@@ -125,6 +125,7 @@ class StageEngine(EagerEngine):
         """Bring every stage's part of the state, and what its guard has found, to the first."""
         assert self.guard is not None
         events: list[NonFinite] = []
+        snapshot.wait()
         with self.team.talking():
             if self.team.stage:
                 first = self.team.rank - self.team.stage

@@ -1,6 +1,7 @@
 """What a checkpoint holds: weights, buffers, optimizer state, running losses, progress, metrics so far.
 
-Taking it copies everything to the host, so that training may go on while it is written. Putting it back changes
+Taking it copies everything to the host, so that training may go on while it is written; from a GPU it only orders the
+copy, between two steps, into memory that the GPU can write by itself. Putting it back changes
 nothing until all of it has been read, checked against its manifest and found to fit.
 """
 
@@ -13,13 +14,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
-from bicovg.checkpoint import METRICS, MODEL, OPTIMIZER, PROGRESS, Unusable, checkpoint_name, read_checked
+from bicovg.checkpoint import METRICS, MODEL, OPTIMIZER, PROGRESS, Blob, Unusable, checkpoint_name, read_checked
 from bicovg.errors import NonFiniteError, UserError
 from bicovg.networks import LocalNetwork
+from bicovg.tensorfile import assemble_tensors
 
 LOSSES = "losses"
 _KEYS = {AdamW: {"step", "exp_avg", "exp_avg_sq"}, SGD: {"momentum_buffer"}}
@@ -79,22 +81,33 @@ class Snapshot:
                 for key, value in state.items():
                     if value is not None:
                         self.moments[f"{index}|{names[parameter]}|{key}"] = _to_host(torch.as_tensor(value))
+        devices = {parameter.device for parameter in names if parameter.is_cuda}
+        self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
 
-    def files(self) -> dict[str, bytes]:
+    def wait(self) -> None:
+        """Until the copies are complete."""
+        for event in self._copied:
+            event.synchronize()
+
+    def files(self) -> dict[str, Blob]:
         """The files of a checkpoint, ready to be written; refuses to write a value that is not finite."""
+        self.wait()
         for name, tensor in (*self.model.items(), *self.moments.items()):
             if tensor.is_floating_point() and not tensor.isfinite().all():
                 raise NonFiniteError(f"{name} is not finite at step {self.progress['step']}: it was not saved")
         return {
-            MODEL: save({name: tensor.contiguous() for name, tensor in self.model.items()}),
-            OPTIMIZER: save({name: tensor.contiguous() for name, tensor in self.moments.items()}),
+            MODEL: assemble_tensors(self.model),
+            OPTIMIZER: assemble_tensors(self.moments),
             PROGRESS: (json.dumps(self.progress, indent=2) + "\n").encode(),
             METRICS: self.metrics,
         }
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
+    """A copy; of a GPU's tensor not complete before its stream has come so far."""
+    if not tensor.is_cuda:
+        return tensor.detach().clone()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor.detach(), non_blocking=True)
 
 
 def read_tensors(path: Path, name: str, limit: int) -> dict[str, Tensor]:

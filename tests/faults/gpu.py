@@ -1,6 +1,7 @@
 """What only a GPU can show: the guard and the saver in the captured engine, their cost, and an exact resume.
 
-Run as ``gpu.py``: prints JSON. ``gpu.py small`` takes a tiny network and whatever device there is, to try the code.
+Run as ``gpu.py``: prints JSON. With names (``gpu.py saving``) only those parts. ``gpu.py small`` takes a tiny network
+and whatever device there is, to try the code.
 """
 
 import itertools
@@ -153,20 +154,22 @@ def resumed(folder, small, precision):
     return {"engine": whole.engine.name, **same}
 
 
-def main(small):
+def main(words):
+    small = "small" in words
     recipe = "digits" if small else "tiny-imagenet-bicovg"
     with tempfile.TemporaryDirectory() as folder:
-        result = {
-            "planted": planted(recipe, 2),
-            "guard": guard_cost(recipe, *((10, 2) if small else (60, 9))),
-            "guard_without_clip": guard_cost(
+        parts = {
+            "planted": lambda: planted(recipe, 2),
+            "guard": lambda: guard_cost(recipe, *((10, 2) if small else (60, 9))),
+            "guard_without_clip": lambda: guard_cost(
                 "digits" if small else "cifar100-bicovg", *((10, 2) if small else (300, 9))
             ),
-            "saving": saving_cost(recipe, *((10, 1) if small else (390, 3))),
-            "resumed": [resumed(folder, small, precision) for precision in ("float32", "bfloat16")],
+            "saving": lambda: saving_cost(recipe, *((10, 1) if small else (390, 3))),
+            "resumed": lambda: [resumed(folder, small, precision) for precision in ("float32", "bfloat16")],
         }
-    print(json.dumps(result))
+        wanted = set(words) & set(parts) or set(parts)
+        print(json.dumps({name: part() for name, part in parts.items() if name in wanted}))
 
 
 if __name__ == "__main__":
-    main("small" in sys.argv)
+    main(sys.argv[1:])

@@ -13,6 +13,7 @@ from bicovg.kernels.block import block_goodness, block_statistics
 from bicovg.kernels.tail import block_tail
 from bicovg.layers import keyed_dropout, rms_norm, rms_pool
 
+NEAR = 1e-5  # an f this small may round to 0 or not
 FIELDS = ("g", "dy", "dW", "dgamma", "dbeta", "h", "tail dy", "tail dgamma", "tail dbeta")
 
 
@@ -25,6 +26,17 @@ def make_norm(channels: int) -> nn.BatchNorm2d:
     nn.init.uniform_(norm.weight, 0.5, 1.5)
     nn.init.uniform_(norm.bias, -0.5, 0.5)
     return norm
+
+
+def clear_edges(y: Tensor, norm: nn.BatchNorm2d) -> Tensor:
+    """y with its few values moved whose f is within rounding of 0.
+
+    There ReLU opens in one precision and not in another, and each such pixel is a wrong gradient of full size: in 100
+    million of them enough for an error of 1e-4, which says nothing of the kernels. In bfloat16, where y itself is
+    rounded before both, a larger limit covers them.
+    """
+    z = F.batch_norm(y.double(), None, None, norm.weight.double(), norm.bias.double(), True, 0.0, norm.eps)
+    return torch.where(z.abs() < NEAR, y + 10 * NEAR, y)
 
 
 def fused(
@@ -64,6 +76,8 @@ def check_block(block: Block, dtype: torch.dtype) -> dict[str, float]:
     side = block.size // 2 if block.pool else block.size
     down = torch.randn(block.batch, block.channels, side, side, device="cuda").to(dtype).contiguous(memory_format=LAST)
     norm = make_norm(block.channels)
+    if dtype == torch.float32:
+        y = clear_edges(y, norm).contiguous(memory_format=LAST)
     mine = fused(block, y, weight, norm, [grad, down], keys)
     wanted = plain(block, y, weight, norm, [grad, down], keys)
     return {name: distance(a, b) for name, a, b in zip(FIELDS, mine, wanted, strict=True)}

@@ -209,7 +209,7 @@ def test_measuring_the_units_leaves_the_run_as_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_gpus_own_times_are_shorter_than_those_with_launches(tmp_path: Path) -> None:
-    trainer = Trainer.start(tiny(train__device="cuda"), str(tmp_path / "run"))
+    trainer = Trainer.start(tiny(train__device="cuda", train__engine="eager"), str(tmp_path / "run"))
     given = (trainer.net, trainer.optimizers, trainer.config, trainer.loaders["train"])
     launched, alone = measure_units(*given), measure_units(*given, device_time=True)
     assert len(alone) == 4

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from bicovg.draws import make_keys
 from bicovg.goodness import BiCovG, Readout
-from bicovg.layers import FeatureAlignment, keyed_dropout, rms_norm, rms_pool
+from bicovg.layers import FeatureAlignment, add_offset, keyed_dropout, rms_norm, rms_pool
+from bicovg.offsets import attach_offset
 from bicovg.signals import Credit, exit_credit
 
 
@@ -63,16 +64,30 @@ class Block(nn.Module):
         self.recomputing = False
 
     def convolve(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d h w"]:
-        """The convolution's output y, behind the FAL where there is one."""
-        x = x if self.alignment is None else self.alignment(x)
-        shadow = self.shadow if self.training else None
-        weight = self.conv.weight if shadow is None else shadow
+        """The convolution's output y, behind the FAL where there is one.
+
+        At a unit's entrance the FAL is all that needs a gradient of the convolution's input, and only its sum.
+        """
+        if self.alignment is None:
+            return self._convolve(x)
+        if x.requires_grad or not torch.is_grad_enabled():
+            return self._convolve(self.alignment(x))
+        offset = self.alignment.offset(x)
+        y = self._convolve(add_offset(x, offset.detach()))
+        return attach_offset(y, offset, self._weight(), self.plain)
+
+    def _weight(self) -> Tensor:
+        """What the convolution computes with."""
+        return self.shadow if self.shadow is not None and self.training else self.conv.weight
+
+    def _convolve(self, x: Tensor) -> Tensor:
+        weight = self._weight()
         if self._reads_image(x, weight):
             from bicovg.kernels.image import image_conv
 
             return image_conv(x, weight)
-        if shadow is not None:
-            return F.conv2d(x, shadow, self.conv.bias, padding=1)
+        if weight is self.shadow:
+            return F.conv2d(x, weight, self.conv.bias, padding=1)
         y: Tensor = self.conv(x)
         return y
 

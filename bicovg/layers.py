@@ -45,8 +45,19 @@ def feature_alignment(
     h: Float[Tensor, "b c h w"], w1: Float[Tensor, "d c"], w2: Float[Tensor, "c d"]
 ) -> Float[Tensor, "b c h w"]:
     """``h + W2 relu(W1 GAP(h))``, the correction broadcast over the map."""
-    mean = widen(h).mean(dim=(2, 3)).to(w1.dtype)
-    offset = F.linear(F.relu(F.linear(mean, w1)), w2)
+    return add_offset(h, alignment_offset(h, w1, w2))
+
+
+def alignment_offset(
+    h: Float[Tensor, "b c h w"], w1: Float[Tensor, "d c"], w2: Float[Tensor, "c d"]
+) -> Float[Tensor, "b c"]:
+    """``W2 relu(W1 GAP(h))``."""
+    mean = h.mean(dim=(2, 3), dtype=torch.promote_types(h.dtype, torch.float32)).to(w1.dtype)
+    return F.linear(F.relu(F.linear(mean, w1)), w2)
+
+
+def add_offset(h: Float[Tensor, "b c h w"], offset: Float[Tensor, "b c"]) -> Float[Tensor, "b c h w"]:
+    """h plus a number for each sample and channel."""
     return h + offset[:, :, None, None].to(h.dtype)
 
 
@@ -84,5 +95,9 @@ class FeatureAlignment(nn.Module):
         self.w2 = nn.Linear(hidden, channels, bias=False)
         nn.init.zeros_(self.w2.weight)
 
+    def offset(self, h: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c"]:
+        """The correction alone."""
+        return alignment_offset(h, self.w1.weight, self.w2.weight)
+
     def forward(self, h: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
-        return feature_alignment(h, self.w1.weight, self.w2.weight)
+        return add_offset(h, self.offset(h))

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from bicovg.config import OptimConfig
-from bicovg.kernels import block, block_backward, image, loss, tail, tiles
+from bicovg.kernels import block, block_backward, borders, image, loss, tail, tiles
 from bicovg.kernels.block_backward import differentiate_into, launch_slopes, launch_sums
 from bicovg.kernels.goodness import forward_outputs, launch_backward, launch_forward
 from bicovg.lanes import OneLane
@@ -75,6 +75,7 @@ def compile_block(dtype: torch.dtype, C: int, H: int, scales: tuple[int, int], p
     launch_forward(g, p, y, weight.to(dtype), scales, stats)
     launch_sums(*launch_slopes(p, p, torch.zeros_like(g), None, y, scales), y, None, p, stats, scales)
     launch_backward(torch.empty_like(y), torch.zeros_like(g), y, weight.to(dtype), p, scales, True)
+    borders.border_sums_op(y)
     differentiate_into(y, p, torch.zeros_like(g), g, y, stats, weight.to(dtype), p, scales)
     h, rms = tail._output(y, pool, torch.channels_last)
     tail.launch_tail(h, rms, y, pool, 0.1, torch.zeros(16, dtype=torch.int64), 3, 1e-6, stats)

@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 from bicovg.bench_variants import replace_goodness
 from bicovg.blocks import Block
-from bicovg.kernels import block, image, loss, tail
+from bicovg.kernels import block, borders, image, loss, tail
 from bicovg.networks import local_network
+from bicovg.offsets import border_sums
 from bicovg.signals import assign_gradients
 from bicovg.step import local_step
 
@@ -127,6 +128,24 @@ def test_a_convolution_that_is_no_images_goes_the_plain_way() -> None:
     assert not image.fits_image(torch.zeros(1, 8, 4, 4, device=DEVICE, dtype=dtype), weight)
     assert not image.fits_image(x.detach().double(), weight)
     assert not image.fits_image(x.detach(), weight[:, :, :1, :1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32])
+@pytest.mark.parametrize("layout", [LAST, torch.contiguous_format], ids=["last", "first"])
+@pytest.mark.parametrize(
+    ("channels", "height", "width"), [(16, 1, 1), (24, 1, 7), (40, 5, 1), (130, 9, 8), (64, 8, 8), (16, 16, 13)]
+)
+def test_border_sums_of_a_map(
+    channels: int, height: int, width: int, layout: torch.memory_format, dtype: torch.dtype
+) -> None:
+    dy = torch.randn(3, channels, height, width, device=DEVICE).to(dtype).contiguous(memory_format=layout)
+    found, wanted = borders.fused_border_sums(dy), border_sums(dy.double())
+    assert borders.fused_available(dy)
+    assert found.dtype == torch.float32
+    if height > 1 and width > 1:
+        assert distance(found, wanted) < 1e-6
+    else:  # taps that are never inside sum up to 0
+        assert (found - wanted).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("layout", [LAST, torch.contiguous_format], ids=["last", "first"])

@@ -18,6 +18,7 @@ from bicovg.kernels.tiles import (
 )
 
 SCALED = 4096  # elements of p a program
+SLOPES = 1024  # elements of A a program: few, or those of p would have to do with its registers
 MOST_PIECES = 256  # of the sum of A f^2
 FEW_WORKERS = 16  # up to here their sums are added where they are used
 BY_PRODUCTS = True  # the first pass of matrix products alone
@@ -54,20 +55,21 @@ def launch_slopes(
     """
     from bicovg.kernels.slopes_triton import slopes_kernel
 
-    (B, C, H, W), (rows, N) = y.shape, p.shape
+    (B, C, H, W), N = y.shape, p.shape[1]
     L = math.lcm(*scales)
     S1, S2 = scale_pair(scales)
     slopes = torch.empty((B, L * L, C), dtype=torch.float32, device=y.device)
     BA = max(16, next_power(math.ceil(B * L * L / MOST_PIECES)))
-    BC, NP = min(max(16, SCALED // BA), next_power(C)), max(16, next_power(N)) if N else 16
-    BR = max(1, SCALED // NP)
+    BC, NP = min(max(16, SLOPES // BA), next_power(C)), max(16, next_power(N)) if N else 16
+    cut = cut_batch(B, H, W, scales, max(16, SCALED // NP), whole=False)
     pieces = math.ceil(B * L * L / BA)
     energy = None if g is None else torch.empty((pieces, C), dtype=torch.float32, device=y.device)
-    programs = pieces * math.ceil(C / BC) + (math.ceil(rows / BR) if N else 0)
+    programs = pieces * math.ceil(C / BC) + (cut.tiles if N else 0)
     with device_guard(y):
         slopes_kernel[(programs,)](
-            slopes, slopes if energy is None else energy, q, p, grad, grad if g is None else g, B, rows,
-            C=C, N=N, H=H, W=W, L=L, S1=S1, S2=S2, BA=BA, BC=BC, BR=BR, NP=NP, ENERGY=energy is not None, num_warps=4,
+            slopes, slopes if energy is None else energy, q, p, grad, grad if g is None else g, B,
+            C=C, N=N, H=H, W=W, L=L, S1=S1, S2=S2, T=cut.T, G=cut.G, Q=cut.Q, BA=BA, BC=BC, NP=NP,
+            ENERGY=energy is not None, num_warps=4,
         )  # fmt: skip
     return slopes, energy
 

@@ -166,6 +166,12 @@ def products_kernel(
     inside = tl.where(own, 1.0, 0.0).to(y.dtype.element_ty)
     for tile in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=STAGES):
         begin = tile // T * G
+        if G == 1:  # the slopes first: what they are needed for comes last
+            slope = tl.load(slopes + (begin * C + c), mask=ok_c, other=0.0)[:, None]
+        else:
+            exists = (slot < G) & (begin + slot < batch * (L * L))
+            at = slopes + ((begin + slot)[None, :] * C + c[:, None])
+            slope = tl.load(at, mask=ok_c[:, None] & exists[None, :], other=0.0)
         start, pixel, ok = find_pixels(tile // T, tile % T, batch, H, W, L, L * L, G, Q)
         if FULL:
             x = tl.load(y + start * C + (pixel[:, None] * C + c[None, :]))
@@ -197,12 +203,6 @@ def products_kernel(
         moment = tl.dot(kept, scaled, moment, input_precision=PRECISION)
         here = tl.dot(on, inside, input_precision=PRECISION)
         there = tl.dot(kept, inside, input_precision=PRECISION)
-        if G == 1:
-            slope = tl.load(slopes + (begin * C + c), mask=ok_c, other=0.0)[:, None]
-        else:
-            exists = (slot < G) & (begin + slot < batch * (L * L))
-            at = slopes + ((begin + slot)[None, :] * C + c[:, None])
-            slope = tl.load(at, mask=ok_c[:, None] & exists[None, :], other=0.0)
         first += here * slope
         second += there * slope
     part += tl.program_id(1).to(tl.int64) * ((2 * N + 2) * C)

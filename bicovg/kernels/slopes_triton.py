@@ -7,7 +7,7 @@ The slope A of an energy in an atom is 2 x the gradient of each cell that holds 
 import triton
 import triton.language as tl
 
-from bicovg.kernels.goodness_triton import cell_size, tile_mask
+from bicovg.kernels.goodness_triton import cell_size, find_pixels, tile_mask
 
 
 @triton.jit
@@ -105,6 +105,44 @@ def store_slopes(
 
 
 @triton.jit
+def scale_pixels(
+    q: tl.tensor,
+    p: tl.tensor,
+    grad: tl.tensor,
+    batch: tl.tensor,
+    tile: tl.tensor,
+    C: tl.constexpr,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    S1: tl.constexpr,
+    S2: tl.constexpr,
+    T: tl.constexpr,
+    G: tl.constexpr,
+    Q: tl.constexpr,
+    NP: tl.constexpr,
+) -> None:
+    """q = A' p for a tile of G atoms of Q pixels each, whose slopes are looked up once an atom."""
+    n = tl.arange(0, NP)
+    slot = tile // T * G + tl.arange(0, G)
+    mask = (slot < batch * (L * L))[:, None] & (n < N)[None, :]
+    b = (slot // (L * L))[:, None]
+    i = (slot % (L * L) // L)[:, None]
+    j = (slot % L)[:, None]
+    slope = slope_of(grad, b, i, j, (C + n)[None, :], mask, C + N, H, W, L, S1, S2)
+    start, pixel, ok = find_pixels(tile // T, tile % T, batch, H, W, L, L * L, G, Q)
+    mask = tile_mask(ok, n, N, NP)
+    at = pixel[:, None] * N + n[None, :]
+    x = tl.load(p + start * N + at, mask=mask, other=0.0).to(tl.float32)
+    if G == 1:
+        x = x * slope
+    else:
+        x = tl.reshape(tl.reshape(x, [G, Q, NP]) * slope[:, None, :], [G * Q, NP])
+    tl.store(q + start * N + at, x.to(q.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def slopes_kernel(
     slopes: tl.tensor,
     energy: tl.tensor,
@@ -113,7 +151,6 @@ def slopes_kernel(
     grad: tl.tensor,
     g: tl.tensor,
     batch: tl.tensor,
-    rows: tl.tensor,
     C: tl.constexpr,
     N: tl.constexpr,
     H: tl.constexpr,
@@ -121,13 +158,15 @@ def slopes_kernel(
     L: tl.constexpr,
     S1: tl.constexpr,
     S2: tl.constexpr,
+    T: tl.constexpr,
+    G: tl.constexpr,
+    Q: tl.constexpr,
     BA: tl.constexpr,
     BC: tl.constexpr,
-    BR: tl.constexpr,
     NP: tl.constexpr,
     ENERGY: tl.constexpr,
 ) -> None:
-    """Two kinds of programs: the slopes A (B, L * L, C) of BA atoms; and q = A' p of BR pixels, where q may be p.
+    """Two kinds of programs: the slopes A (B, L * L, C) of BA atoms; and q = A' p of a tile, where q may be p.
 
     With ENERGY the first kind also sums A f^2 over its atoms' pixels, for every channel.
     """
@@ -139,13 +178,4 @@ def slopes_kernel(
             slopes, energy, grad, g, batch, pid // chunks, pid % chunks, C, N, H, W, L, S1, S2, BA, BC, ENERGY
         )  # fmt: skip
     elif N > 0:
-        r = (pid - count) * BR + tl.arange(0, BR)
-        n = tl.arange(0, NP)
-        mask = tile_mask(r < rows, n, N, NP)
-        i = atom_of(r // W % H, H, L)
-        j = atom_of(r % W, W, L)
-        k = (C + n)[None, :]
-        factor = slope_of(grad, (r // (H * W))[:, None], i[:, None], j[:, None], k, mask, C + N, H, W, L, S1, S2)
-        at = r.to(tl.int64)[:, None] * N + n[None, :]
-        x = tl.load(p + at, mask=mask, other=0.0).to(tl.float32) * factor
-        tl.store(q + at, x.to(q.dtype.element_ty), mask=mask)
+        scale_pixels(q, p, grad, batch, pid - count, C, N, H, W, L, S1, S2, T, G, Q, NP)

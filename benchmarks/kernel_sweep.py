@@ -21,7 +21,8 @@ from bicovg.kernels.tiles import Tile
 FORWARD = [
     Tile(64, 64, 2, 2), Tile(64, 64, 2, 3), Tile(32, 64, 2, 3), Tile(64, 128, 4, 1), Tile(128, 64, 4, 1),
     Tile(16, 128, 4, 3), Tile(64, 64, 4, 1), Tile(64, 64, 2, 2, 2, 128), Tile(64, 64, 2, 1, 2, 128), Tile(32, 32, 1, 2),
-    Tile(32, 32, 1, 3), Tile(32, 64, 1, 3), Tile(16, 64, 1, 3),
+    Tile(32, 32, 1, 3), Tile(32, 64, 1, 3), Tile(16, 64, 1, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 3),
+    Tile(128, 64, 4, 2), Tile(128, 64, 4, 3), Tile(64, 128, 4, 3),
 ]  # fmt: skip
 PRODUCTS = [
     Tile(64, 64, 4, 1, 3), Tile(64, 64, 4, 1, 4), Tile(64, 64, 4, 1, 5), Tile(64, 64, 4, 2, 3), Tile(64, 64, 4, 2, 4),
@@ -60,8 +61,7 @@ class Case(NamedTuple):
 
 def racy(trial: Trial) -> bool:
     """Whether the trial would leave an asynchronous matrix product in flight."""
-    pipelined = trial.kernel != "products" and trial.tile.stages > 1
-    return pipelined and trial.tile.pixels >= 64 and trial.tile.warps % 4 == 0
+    return trial.kernel == "gradient" and trial.tile.asynchronous
 
 
 def list_trials(recipes: tuple[str, ...]) -> list[Trial]:

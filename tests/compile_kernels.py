@@ -82,6 +82,17 @@ def compile_block(dtype: torch.dtype, C: int, H: int, scales: tuple[int, int], p
     tail.launch_tail_backward(torch.zeros_like(h), h, y, stats, rms, pool, 0.1, 1e-6)
 
 
+def compile_waiting_forwards() -> None:
+    """Every measured launch shape that must wait for its products, and one that may not have been measured."""
+    tiles.FORWARD[512, 16] = tiles.Tile(64, 64, 4, 3)
+    for (C, H), tile in tiles.FORWARD.items():
+        if tile.asynchronous:
+            scales = (2, 4) if C == 128 else (1, 2)
+            y = torch.zeros(16, C, H, H, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+            g, p = forward_outputs(y, torch.zeros(C // 8, C), scales, True, always=True)
+            launch_forward(g, p, y, torch.zeros(C // 8, C, dtype=y.dtype), scales, torch.zeros(4, C))
+
+
 def compile_measured_products() -> None:
     """Every launch shape of the table, which may be pipelined."""
     for C, H in {(C, tile): (C, H) for (C, H), tile in tiles.PRODUCTS.items()}.values():
@@ -110,6 +121,7 @@ def main() -> None:
     seen, complaints = watch_compiler()
     if "racy" in sys.argv:
         tiles.FORWARD[512, 16] = tiles.Tile(64, 64, 4, 3)
+        tiles.Tile.asynchronous = property(lambda tile: False)  # so that nothing waits
         compile_block(torch.bfloat16, 512, 16, (1, 2), True)
         print(json.dumps({"seen": seen, "complaints": complaints}))
         return
@@ -117,6 +129,7 @@ def main() -> None:
         for shape in shapes:
             compile_block(dtype, *shape)
     compile_measured_products()
+    compile_waiting_forwards()
     block_backward.packs_pairs = lambda y: False  # as on a GPU older than these
     compile_block(torch.bfloat16, *BLOCKS[0])
     x = torch.zeros(2, 3, 32, 32, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)

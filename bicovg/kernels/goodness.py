@@ -76,8 +76,8 @@ def launch_forward(
             out, p, f, f if weight is None else weight, f if stats is None else stats, B,
             C=C, N=N, H=H, W=W, L=cut.L, S1=S1, S2=S2, AP=cut.AP, T=cut.T, G=cut.G, Q=cut.Q,
             BC=BC, NP=NP, DIRECT=cut.direct, KEEP=p.numel() > 0, NORM=stats is not None,
-            FULL=f.dtype == torch.bfloat16 and fills_tiles(f, cut, tile.pixels, N, BC, NP), PRECISION="ieee",
-            STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers,
+            FULL=f.dtype == torch.bfloat16 and fills_tiles(f, cut, tile.pixels, N, BC, NP), WAIT=tile.asynchronous,
+            PRECISION="ieee", STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers,
         )  # fmt: skip
         if not cut.direct:
             block = 256

@@ -134,7 +134,7 @@ def store_energy(
 
 @triton.jit
 def pin(x: tl.tensor) -> tl.tensor:
-    """x, float32, computed once: what stands before an assembler statement is not repeated in another layout."""
+    """x, float32, computed here: what an assembler statement takes is not repeated in another layout, nor put off."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
 
 
@@ -163,13 +163,14 @@ def forward_kernel(
     KEEP: tl.constexpr,
     NORM: tl.constexpr,
     FULL: tl.constexpr,
+    WAIT: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
     """Sums of f^2 and (W f)^2 over the atoms of one tile, f read once; p = W f is kept on request.
 
     With NORM the tensor f holds y, and f = relu(batch norm(y)) is made on the way in. FULL: every row of every tile
-    exists, so that no mask is needed.
+    exists, so that no mask is needed. WAIT: for every product before going on (see ``tiles``).
     """
     first = tl.program_id(0) // T
     step = tl.program_id(0) % T
@@ -200,6 +201,8 @@ def forward_kernel(
         if N > 0:
             weight = tl.load(w + n[:, None] * C + c[None, :], mask=tile_mask(n < N, c, C, BC), other=0.0)
             proj = tl.dot(x, tl.trans(weight), proj, input_precision=PRECISION)
+            if WAIT:
+                proj = pin(proj)
     if N > 0:
         if KEEP:
             at = p + base * N + (pixel[:, None] * N + n[None, :])

@@ -1,9 +1,10 @@
 """Launch shapes of the fused kernels, and how a batch of maps is cut into tiles.
 
 The rules below are starting points; ``benchmarks/kernels.py --sweep`` measures candidates for the tables, which win
-over the rules. No tile that makes Hopper's asynchronous matrix instruction (a product of 64 or more rows on a multiple
-of 4 warps) is pipelined: Triton 3.6 then reuses its operands' shared memory for our reductions before it has read them,
-and a few rows of the result come out wrong. The pass of matrix products may be: it waits for the last one of a tile.
+over the rules. A tile that makes Hopper's asynchronous matrix instruction (a product of 64 or more rows on a multiple
+of 4 warps) must wait for it before it goes on, if it is pipelined: Triton 3.6 else reuses its operands' shared memory
+for our reductions before it has read them, and a few rows of the result come out wrong. The forward pass waits by using
+the product at once, the pass of matrix products does so by itself, and of the gradient pass no such tile is pipelined.
 """
 
 import math
@@ -37,6 +38,11 @@ class Tile:
     stages: int = 3
     per_sm: int = 2
     registers: int | None = None
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether a pipelined product of this shape would go on while it is computed."""
+        return self.stages > 1 and self.pixels >= 64 and self.warps % 4 == 0
 
 
 RECOMPUTE_CHANNELS = 128  # up to here the backward pass recomputes p in bfloat16

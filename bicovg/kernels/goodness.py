@@ -71,12 +71,13 @@ def launch_forward(
     cut = cut_batch(B, H, W, scales, tile.pixels, whole=True)
     BC, NP = min(tile.channels, max(16, next_power(C))), max(16, next_power(N)) if N else 16
     out = g if cut.direct else g.new_empty(B * cut.AP * cut.T * (C + N), dtype=torch.float32)
+    narrow = f.dtype == torch.bfloat16  # what is written for it in assembler the interpreter does not take
     with device_guard(f):
         forward_kernel[(cut.tiles,)](
             out, p, f, f if weight is None else weight, f if stats is None else stats, B,
             C=C, N=N, H=H, W=W, L=cut.L, S1=S1, S2=S2, AP=cut.AP, T=cut.T, G=cut.G, Q=cut.Q,
             BC=BC, NP=NP, DIRECT=cut.direct, KEEP=p.numel() > 0, NORM=stats is not None,
-            FULL=f.dtype == torch.bfloat16 and fills_tiles(f, cut, tile.pixels, N, BC, NP), WAIT=tile.asynchronous,
+            FULL=narrow and fills_tiles(f, cut, tile.pixels, N, BC, NP), WAIT=narrow and tile.asynchronous,
             PRECISION="ieee", STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers,
         )  # fmt: skip
         if not cut.direct:

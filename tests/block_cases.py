@@ -23,6 +23,7 @@ from bicovg.kernels.tiles import Tile
         ((2, 16, 3, 3), (1,), 0, False),
         ((5, 33, 2, 2), (1, 2), 4, True),
         ((2, 520, 3, 3), (1, 2), 4, True),
+        ((2, 24, 13, 12), (1, 2), 3, True),
     ],
 )
 def test_block_equals_batch_norm_relu_and_goodness(
@@ -37,6 +38,7 @@ def test_block_equals_batch_norm_relu_and_goodness(
     monkeypatch.setattr(block, "FEW_ROWS", 1000 if few else 0)
     monkeypatch.setattr(block_backward, "FEW_WORKERS", 1000 if few else 0)
     monkeypatch.setattr(block_backward, "SCALED", 4096 if few else 256)
+    monkeypatch.setattr(block_backward, "SLOPES", 1024 if few else 64)
     C = shape[1]
     y = draw_maps(shape, last) - 0.4 + 3.0 * torch.rand(C, 1, 1, device=DEVICE)
     if last:

@@ -100,13 +100,18 @@ def test_goodness_of_any_shape(
     check_goodness(f, projections, scales, data.draw(st.booleans()))
 
 
-@pytest.mark.parametrize("tile", [Tile(16, 16), Tile(64, 32), Tile(256, 16)], ids=["steps", "parts", "direct"])
-def test_every_way_to_cut_the_batch_gives_the_same_goodness(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("projections", [6, 0])
+@pytest.mark.parametrize(
+    "tile", [Tile(16, 16), Tile(16, 32), Tile(64, 32), Tile(256, 16)], ids=["steps", "stream", "parts", "direct"]
+)
+def test_every_way_to_cut_the_batch_gives_the_same_goodness(
+    tile: Tile, projections: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cut = tiles.cut_batch(2, 12, 11, (1, 2), tile.pixels, whole=True)
     assert (cut.T > 1, cut.direct) == {16: (True, False), 64: (False, False), 256: (False, True)}[tile.pixels]
     monkeypatch.setattr(fused, "forward_tile", lambda *_: tile)
     monkeypatch.setattr(fused, "backward_tile", lambda *_: tile)
-    check_goodness(draw_maps((2, 20, 12, 11)), 6, (1, 2))
+    check_goodness(draw_maps((2, 20, 12, 11)), projections, (1, 2))
 
 
 def test_recomputed_projection_gives_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from bicovg.kernels.tiles import device_guard, next_power
 
 MOMENT_TILE = (32, 128)  # rows, channels
 FEW_ROWS = 2048  # up to here one launch makes the statistics
-MOST_PARTS = 264
+MOMENT_PROGRAMS = 528  # four a multiprocessor of the largest GPUs
 
 
 def fuses_block(y: Tensor, weight: Tensor | None, scales: tuple[int, ...]) -> bool:
@@ -71,10 +71,11 @@ def statistics_op(
             )
         return stats
     BR, BC = MOMENT_TILE[0], min(MOMENT_TILE[1], max(16, next_power(C)))
-    parts = min(MOST_PARTS, math.ceil(rows / BR))
+    chunks = math.ceil(C / BC)
+    parts = max(1, min(MOMENT_PROGRAMS // chunks, math.ceil(rows / BR)))
     part = torch.empty((parts, 2, C), dtype=torch.float32, device=y.device)
     with device_guard(y):
-        moments_kernel[(parts, math.ceil(C / BC))](part, as_rows(y), rows, C=C, BR=BR, BC=BC, STAGES=3, num_warps=4)
+        moments_kernel[(parts, chunks)](part, as_rows(y), rows, C=C, BR=BR, BC=BC, STAGES=3, num_warps=4)
         statistics_kernel[(math.ceil(C / 16),)](
             stats, *running, part, as_rows(y), gamma, beta, rows, parts, momentum, eps,
             C=C, PB=min(256, next_power(parts)), BC=16, num_warps=8,

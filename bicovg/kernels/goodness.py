@@ -4,7 +4,8 @@
 
 * Forward: a program sums f^2 and p^2 over a tile of pixels, channel block by channel block, in float32. When
   the tile holds whole samples (small maps) it writes g itself; otherwise a second, tiny kernel adds the tile
-  sums in a fixed order. Nothing is atomic, so results repeat bit for bit.
+  sums in a fixed order. Where one block holds all channels of a large map, a program takes a whole atom, tile by
+  tile. Nothing is atomic, so results repeat bit for bit.
 * Backward: ``df = 2 A f + W^T (2 B p)`` and ``dW = sum (2 B p) f^T``, A and B being the cell gradients of all
   scales divided by the cell sizes. Each worker owns one block of channels, keeps W and its dW on the chip and
   loops over tiles; the workers' dW are summed last. When one block holds all channels, p is recomputed;
@@ -62,7 +63,7 @@ def launch_forward(
 
     With ``stats`` (see ``norm_triton``) f holds y, from which f is made on the way in.
     """
-    from bicovg.kernels.goodness_triton import combine_kernel, forward_kernel
+    from bicovg.kernels.goodness_triton import combine_kernel, forward_kernel, stream_kernel
 
     B, C, H, W = f.shape
     N = 0 if weight is None else weight.shape[0]
@@ -70,21 +71,27 @@ def launch_forward(
     tile = forward_tile(C, N, H, W, scales, f.dtype)
     cut = cut_batch(B, H, W, scales, tile.pixels, whole=True)
     BC, NP = min(tile.channels, max(16, next_power(C))), max(16, next_power(N)) if N else 16
-    out = g if cut.direct else g.new_empty(B * cut.AP * cut.T * (C + N), dtype=torch.float32)
+    streams = cut.T > 1 and C <= BC
+    parts = 1 if streams else cut.T
+    out = g if cut.direct else g.new_empty(B * cut.AP * parts * (C + N), dtype=torch.float32)
     narrow = f.dtype == torch.bfloat16  # what is written for it in assembler the interpreter does not take
+    inputs = (out, p, f, f if weight is None else weight, f if stats is None else stats, B)
+    options: dict[str, Any] = {
+        "C": C, "N": N, "H": H, "W": W, "L": cut.L, "T": cut.T, "Q": cut.Q, "BC": BC, "NP": NP,
+        "KEEP": p.numel() > 0, "NORM": stats is not None,
+        "FULL": narrow and fills_tiles(f, cut, tile.pixels, N, BC, NP), "WAIT": narrow and tile.asynchronous,
+        "PRECISION": "ieee", "STAGES": tile.stages, "num_warps": tile.warps, "maxnreg": tile.registers,
+    }  # fmt: skip
     with device_guard(f):
-        forward_kernel[(cut.tiles,)](
-            out, p, f, f if weight is None else weight, f if stats is None else stats, B,
-            C=C, N=N, H=H, W=W, L=cut.L, S1=S1, S2=S2, AP=cut.AP, T=cut.T, G=cut.G, Q=cut.Q,
-            BC=BC, NP=NP, DIRECT=cut.direct, KEEP=p.numel() > 0, NORM=stats is not None,
-            FULL=narrow and fills_tiles(f, cut, tile.pixels, N, BC, NP), WAIT=narrow and tile.asynchronous,
-            PRECISION="ieee", STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers,
-        )  # fmt: skip
+        if streams:
+            stream_kernel[(B * cut.AP,)](*inputs, **options)
+        else:
+            forward_kernel[(cut.tiles,)](*inputs, S1=S1, S2=S2, AP=cut.AP, G=cut.G, DIRECT=cut.direct, **options)
         if not cut.direct:
             block = 256
             blocks = sum(math.ceil((C + N) * s * s / block) for s in scales)
             combine_kernel[(B, blocks)](
-                g, out, K=C + N, H=H, W=W, L=cut.L, S1=S1, S2=S2, T=cut.T, BD=block, num_warps=4
+                g, out, K=C + N, H=H, W=W, L=cut.L, S1=S1, S2=S2, T=parts, BD=block, num_warps=4
             )
 
 

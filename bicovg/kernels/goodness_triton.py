@@ -217,6 +217,72 @@ def forward_kernel(
 
 
 @triton.jit
+def stream_kernel(
+    out: tl.tensor,
+    p: tl.tensor,
+    f: tl.tensor,
+    w: tl.tensor,
+    stats: tl.tensor,
+    batch: tl.tensor,
+    C: tl.constexpr,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    T: tl.constexpr,
+    Q: tl.constexpr,
+    BC: tl.constexpr,
+    NP: tl.constexpr,
+    KEEP: tl.constexpr,
+    NORM: tl.constexpr,
+    FULL: tl.constexpr,
+    WAIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """The same for one large atom, all its T steps, where one block holds all channels: W stays on the chip."""
+    atom = tl.program_id(0)
+    c = tl.arange(0, BC)
+    n = tl.arange(0, NP)
+    ok_c = c < C
+    if NORM:
+        scale = tl.load(stats + 2 * C + c, mask=ok_c, other=0.0)
+        shift = tl.load(stats + 3 * C + c, mask=ok_c, other=0.0)
+    if N > 0:
+        weight = tl.load(w + n[:, None] * C + c[None, :], mask=tile_mask(n < N, c, C, BC), other=0.0)
+        squares = tl.zeros([Q, NP], dtype=tl.float32)
+    total = tl.zeros([16, BC], dtype=tl.float32)
+    for step in tl.range(0, T, num_stages=STAGES):
+        base, pixel, ok = find_pixels(atom, step, batch, H, W, L, L * L, 1, Q)
+        mask = tile_mask(ok, c, C, BC)
+        if FULL:
+            x = tl.load(f + base * C + (pixel[:, None] * C + c[None, :]))
+        else:
+            x = tl.load(f + base * C + (pixel[:, None] * C + c[None, :]), mask=mask, other=0.0)
+        wide = x.to(tl.float32)
+        if NORM:
+            wide = relu(wide * scale[None, :] + shift[None, :])
+            wide = pin(wide) if FULL else tl.where(mask, wide, 0.0)
+            x = wide.to(x.dtype)
+        total += tl.sum(tl.reshape(wide * wide, [Q // 16, 16, BC]), axis=0)
+        if N > 0:
+            proj = tl.dot(x, tl.trans(weight), input_precision=PRECISION)
+            if WAIT:
+                proj = pin(proj)
+            squares += proj * proj
+            if KEEP:
+                at = p + base * N + (pixel[:, None] * N + n[None, :])
+                if FULL:
+                    tl.store(at, proj.to(p.dtype.element_ty))
+                else:
+                    tl.store(at, proj.to(p.dtype.element_ty), mask=tile_mask(ok, n, N, NP))
+    out += atom.to(tl.int64) * (C + N)
+    tl.store(out + c, tl.sum(total, axis=0), mask=ok_c)
+    if N > 0:
+        tl.store(out + C + n, tl.sum(squares, axis=0), mask=n < N)
+
+
+@triton.jit
 def combine_scale(
     g: tl.tensor,
     part: tl.tensor,

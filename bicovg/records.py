@@ -64,12 +64,14 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser("record", help=text, description=text, allow_abbrev=False)
     parser.add_argument("runs", metavar="RUN", nargs="+")
     parser.add_argument("--out", metavar="records/NAME", required=True, help="folder of the record")
-    parser.add_argument("--replace", action="store_true", help="take the place of an existing record")
+    existing = parser.add_mutually_exclusive_group()
+    existing.add_argument("--replace", action="store_true", help="take the place of an existing record")
+    existing.add_argument("--add", action="store_true", help="add these seeds to an existing record")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    record = write_record(expand_runs(args.runs), Path(args.out), args.replace)
+    record = write_record(expand_runs(args.runs), Path(args.out), args.replace, args.add)
     for entry in record["runs"]:
         last, mean = entry["last"]["top1"], entry["mean"]["top1"]
         print(f"seed {entry['seed']}: last exit {last:.2f}, mean of exits {mean:.2f} % top-1")
@@ -77,18 +79,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def write_record(runs: list[Path], out: Path, replace: bool = False) -> Record:
-    """Build, check and write a record folder, whole or not at all."""
+def write_record(runs: list[Path], out: Path, replace: bool = False, add: bool = False) -> Record:
+    """Build, check and write a record folder, whole or not at all; with ``add`` beside the seeds it has."""
     out = Path(os.path.abspath(out))
-    check_place(out, runs, replace)
+    check_place(out, runs, replace, add)
     configs = [read_config(path) for path in runs]
     record = build_record(out.name, runs, configs)
+    kept = read_record(out) if add else None
+    if kept is not None:
+        record = join_records(out, kept, record, configs[0])
     scratch = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         # a folder of a name of its own: nothing that was there before is touched but the record to replace
         scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         draft = scratch / "new"
+        for seed in [] if kept is None else kept["seeds"]:
+            shutil.copytree(out / f"s{seed}", draft / f"s{seed}")
         for path, config in zip(runs, configs, strict=True):
             folder = draft / f"s{config.seed}"
             folder.mkdir(parents=True)
@@ -108,18 +115,40 @@ def write_record(runs: list[Path], out: Path, replace: bool = False) -> Record:
     return record
 
 
-def check_place(out: Path, runs: list[Path], replace: bool) -> None:
-    """Refuse a place whose writing would destroy anything but a record that is to be replaced."""
+def join_records(out: Path, kept: Record, new: Record, config: Config) -> Record:
+    """The record at ``out`` with the new one's seeds, which must have its settings and none of its seeds."""
+    twice = sorted(set(kept["seeds"]) & set(new["seeds"]))
+    if twice:
+        raise UserError(f"{out} has seed {twice[0]} already: --add takes other seeds")
+    theirs = flatten(read_json(out / f"s{kept['seeds'][0]}" / "config.json", RESTORE))
+    mine = flatten(json.loads(to_json(portable(config))))
+    unsaid = ("seed", "about", "train.engine", *MACHINE_SETTINGS)
+    changed = [path for path in mine if path not in unsaid and path in theirs and theirs[path] != mine[path]]
+    changed += [field for field in ("exit_blocks", "parameters") if kept[field] != new[field]]
+    if changed:
+        raise UserError(f"the runs differ from {out} in {', '.join(changed)}: record them apart")
+    runs = sorted([*kept["runs"], *new["runs"]], key=lambda entry: int(entry["seed"]))
+    return {**kept, "seeds": [entry["seed"] for entry in runs], "runs": runs}
+
+
+def check_place(out: Path, runs: list[Path], replace: bool, add: bool = False) -> None:
+    """Refuse a place whose writing would destroy anything but a record that is to be replaced or added to."""
     for path in runs:
         one, other = out.resolve(), path.resolve()
         if one.is_relative_to(other) or other.is_relative_to(one):
             raise UserError(f"--out {out} is, holds or lies in the run {path}: give a folder of its own")
     if not os.path.lexists(out):
+        if add:
+            raise UserError(f"--out {out} does not exist: leave --add out to make it")
         return
-    if not replace:
-        raise UserError(f"--out {out} exists: choose another name, or take its place with --replace")
+    if not (replace or add):
+        raise UserError(
+            f"--out {out} exists: choose another name, take its place with --replace or its side with --add"
+        )
     if not (out / "record.json").is_file():
-        raise UserError(f"--out {out} has no record.json, and --replace removes records alone: choose another name")
+        raise UserError(
+            f"--out {out} has no record.json, and only a record is replaced or added to: choose another name"
+        )
 
 
 def swap_folders(draft: Path, out: Path, old: Path) -> None:

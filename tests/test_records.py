@@ -219,6 +219,35 @@ def test_an_existing_record_is_replaced_only_on_request(make_run: Maker, tmp_pat
     assert sorted(path.name for path in out.iterdir()) == ["record.json", "s1"]
 
 
+def test_seeds_that_ran_later_are_added_to_a_record(make_run: Maker, tmp_path: Path) -> None:
+    out = tmp_path / "record"
+    assert main(["record", str(make_run(1)), "--out", str(out)]) == 0
+    kept = read_record(out)["runs"][0]
+    edit(out / "s1" / "config.json", lambda tree: tree["fusion"].clear())  # as an older version would have written it
+    assert main(["record", str(make_run(2)), str(make_run(0)), "--out", str(out), "--add"]) == 0
+    record = read_record(out)
+    assert record["seeds"] == [0, 1, 2]
+    assert record["runs"][1] == kept
+    assert seed_values(record, "mean", "top1") == [58.0, 59.0, 60.0]
+    assert sorted(path.name for path in out.iterdir()) == ["record.json", "s0", "s1", "s2"]
+
+
+def test_what_does_not_belong_to_a_record_is_not_added(make_run: Maker, tmp_path: Path) -> None:
+    out = tmp_path / "record"
+    with pytest.raises(UserError, match="does not exist"):
+        write_record([make_run(0)], out, add=True)
+    write_record([make_run(0)], out)
+    before = tree_of(out)
+    with pytest.raises(UserError, match="has seed 0 already"):
+        write_record([make_run(1), make_run(0)], out, add=True)
+    with pytest.raises(UserError, match=r"differ from .* in model\.dropout: record them apart"):
+        write_record([make_run(1, **{"model.dropout": 0.5})], out, add=True)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"no record\.json"):
+        write_record([make_run(1)], tmp_path / "empty", add=True)
+    assert tree_of(out) == before
+
+
 def tree_of(folder: Path) -> dict[str, bytes | None]:
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
 

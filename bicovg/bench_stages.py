@@ -30,7 +30,10 @@ def run_stages(config: Config, args: argparse.Namespace, machine: dict[str, Any]
     """Measure the units, print and, with ``--out``, write the table."""
     config = one_thread(override(config, {"train.engine": "eager"}), machine)
     units = ask_processes({"do": "units", "config": asdict(config)}, 1)[0]
-    rows = [predict(units, stages) for stages in args.stages if stages <= len(units["seconds"])]
+    count = len(units["seconds"])
+    rows = [predict(units, stages) for stages in args.stages if stages <= count]
+    for stages in (stages for stages in args.stages if stages > count):
+        print(f"{stages} stages are left out: the network has {count} units")
     devices = machine["gpus"] if machine["device"] == "cuda" else os.cpu_count() or 1
     for row in rows:
         row["measured"] = measure(config, row, args) if row["stages"] <= devices else None

@@ -7,11 +7,9 @@ was not started by torchrun, or is the only one, is ``ALONE``, for which every e
 
 import os
 import sys
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
-from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -21,8 +19,8 @@ from torch import Tensor
 from bicovg.config import TrainConfig
 from bicovg.errors import UserError
 from bicovg.meeting import meet
+from bicovg.survivors import Survivors
 
-SILENCE = 4.0  # seconds in which a living rank signs the list of survivors
 has_met = False  # whether this process has ever been one of several
 
 
@@ -88,6 +86,7 @@ class Processes(Team):
         self.store, self.rank, self.world, self.stages, self.delay = store, rank, world, stages, delay
         self.data, self.share, self.stage = world // stages, rank // stages, rank % stages
         self.sharers, self.pipeline = self._make_groups()
+        self.survivors = Survivors(store, rank, world)
         self._asked: deque[tuple[Any, Tensor]] = deque()
         self._answered_due = 0
 
@@ -151,6 +150,7 @@ class Processes(Team):
 
         They live as long as a group or an exchange is held anywhere.
         """
+        self.survivors.leave()
         self._asked.clear()
         self.sharers = self.pipeline = None
         with suppress(RuntimeError):
@@ -162,23 +162,7 @@ class Processes(Team):
         try:
             yield
         except RuntimeError as error:
-            raise PeerLost(f"{self._name_lost()}: {_first_line(error)}") from None
-
-    def _name_lost(self) -> str:
-        """Every survivor signs a list in the store; who has not signed after a while is lost."""
-        signed = [False] * self.world
-        with suppress(RuntimeError):
-            self.store.set_timeout(timedelta(seconds=SILENCE))
-            self.store.set(f"bicovg/survivor/{self.rank}", "here")
-            end = time.monotonic() + SILENCE
-            while time.monotonic() < end and not all(signed):
-                signed = [self.store.check([f"bicovg/survivor/{rank}"]) for rank in range(self.world)]
-                time.sleep(0.1)
-            lost = [str(rank) for rank in range(self.world) if not signed[rank]]
-            if len(lost) == 1:
-                return f"rank {lost[0]} was lost (it died or does not answer)"
-            return f"ranks {', '.join(lost)} were lost" if lost else "an exchange failed with every rank alive"
-        return "rank 0's machine was lost (its key-value store does not answer)"
+            raise PeerLost(f"{self.survivors.name_lost()}: {_first_line(error)}") from None
 
 
 def grid_from_environment(train: TrainConfig) -> tuple[int, int]:

@@ -31,7 +31,9 @@ def test_bench_predicts_every_number_of_stages_and_measures_those_that_have_core
     two, four = (row["measured"] for row in found["rows"])
     assert two["speedup"] == two["rounds"][0]["stages"] / two["rounds"][0]["one_process"]
     assert four is None
-    assert "needs 4 devices, there are 2" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "needs 4 devices, there are 2" in printed
+    assert "8 stages are left out: the network has 4 units" in printed
 
 
 def test_one_stage_is_nothing_to_measure(capsys: pytest.CaptureFixture[str]) -> None:

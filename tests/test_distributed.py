@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,13 +13,14 @@ import torch.distributed as dist
 from team_cases import fork_all, free_port, own_share, run_team, small_batches, small_net
 
 from bicovg.config import FusionConfig, TrainConfig
-from bicovg.distributed import ALONE, Team, join_team
+from bicovg.distributed import ALONE, Processes, Team, join_team
 from bicovg.draws import DROPOUT, make_keys
 from bicovg.errors import NonFiniteError
 from bicovg.evaluation import both_accuracies, report_fusion
 from bicovg.guard import Guard
 from bicovg.reduction import UnitReduction
 from bicovg.step import local_step
+from bicovg.survivors import SILENCE
 from bicovg.synced_norm import sync_batch_norm
 
 WORLDS = (1, 2, 3, 4)
@@ -235,8 +238,9 @@ entry.run()
     assert ("planted" in done.stderr) == ("planted" in body)
 
 
-def die_alone(team: Team) -> str:
-    if team.rank == 1:
+def die_alone(team: Team, lost: int) -> str:
+    team.meet()
+    if team.rank == lost:
         os._exit(9)
     try:
         for _ in range(3):
@@ -248,7 +252,30 @@ def die_alone(team: Team) -> str:
     return "nothing happened"
 
 
-def test_survivors_name_the_process_that_died() -> None:
-    found = run_team(die_alone, 3)
-    assert found[1] == 9
-    assert all(message.startswith("rank 1 was lost") for message in (found[0], found[2])), found
+def die_in_a_chain(team: Team, lost: int) -> str:
+    """Every rank waits for a word from the one before it, so that most wait for a survivor."""
+    team.meet()
+    if team.rank == lost:
+        os._exit(9)
+    assert isinstance(team, Processes)
+    begun, word = time.monotonic(), torch.zeros(1)
+    try:
+        with team.talking():
+            dist.recv(word, (team.rank - 1) % team.world)
+    except ValueError as error:
+        return f"{error} after {time.monotonic() - begun:.1f} s"
+    return "nothing happened"
+
+
+@pytest.mark.parametrize(("work", "world", "lost"), [(die_alone, 3, 1), (die_alone, 4, 2), (die_in_a_chain, 4, 0)])
+def test_survivors_name_the_process_that_died_and_no_other(work: Callable[..., str], world: int, lost: int) -> None:
+    found = run_team(work, world, lost)
+    assert found.pop(lost) == 9
+    assert all(message.startswith(f"rank {lost} was lost") for message in found), found
+
+
+def test_who_notices_late_does_not_wait_again() -> None:
+    found = run_team(die_in_a_chain, 4, 0)
+    waited = [float(message.split()[-2]) for message in found[1:]]
+    assert waited == sorted(waited)
+    assert waited[2] < waited[0] + SILENCE / 2, found

@@ -6,18 +6,23 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from team_cases import run_command
+from team_cases import run_command, run_team
 
+from bicovg import trainer
 from bicovg.checkpoint import MODEL, find_checkpoint, list_checkpoints
 from bicovg.cli import main
-from bicovg.config import TrainConfig
-from bicovg.distributed import grid_from_environment
+from bicovg.config import Config, TrainConfig, override
+from bicovg.data import splits
+from bicovg.distributed import Team, grid_from_environment
 from bicovg.errors import UserError
+from bicovg.recipes import get_recipe
+from bicovg.trainer import Trainer
 
 TINY = [
     *("train", "digits", "--data.name", "synthetic", "--data.num_classes", "4", "--data.image_size", "4"),
@@ -39,6 +44,14 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 def largest_gap(run: Path, other: Path) -> float:
     return max(float((tensor - weights(other)[name]).abs().max()) for name, tensor in weights(run).items())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_evaluations() -> Iterator[None]:
+    """Evaluation in batches of 2, so that every process has some, and not all of them as many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(splits, "EVAL_BATCH", 2)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +76,46 @@ def test_a_run_of_several_processes_is_written_once_and_ends_where_one_process_e
     assert json.loads((run / "env.json").read_text())["processes"] == world
     assert "run folder:" in Path(f"{log}-0").read_text()
     assert all(Path(f"{log}-{rank}").read_text() == "" for rank in range(1, world))
+
+
+def test_processes_that_begin_with_other_weights_and_buffers_take_rank_0s(one_process: Path, tmp_path: Path) -> None:
+    def begin_elsewhere(rank: int) -> None:
+        build = trainer.build_on
+
+        def build_another(*arguments: Any) -> Any:
+            net = build(*arguments)
+            for tensor in (*net.parameters(), *net.buffers()):
+                tensor.data += rank
+            return net
+
+        trainer.build_on = build_another  # type: ignore[attr-defined]
+
+    run = tmp_path / "run"
+    assert run_command([*TINY, "--out", str(run)], 2, tmp_path / "log", begin_elsewhere) == [0, 0]
+    assert largest_gap(run, one_process) <= 1e-6
+
+
+def count_evaluated(team: Team, config: Config, out: Path) -> dict[str, list[int]]:
+    """Which images of each split this process has judged, by their place."""
+    run = Trainer.start(config, str(out), team)
+    found = {}
+    for name in ("test", "heldout", "plain"):
+        loader = run.loaders[name]
+        found[name] = [int(index) for batch in run._take_turns(loader, 0) for index in batch.indices]
+        assert len(loader) % 3, "every process has as many batches"
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_image_is_evaluated_once_by_one_process(world: int, tmp_path: Path) -> None:
+    config = override(get_recipe("digits"), {"data.name": "synthetic", "data.num_classes": 4, "data.image_size": 4})
+    config = override(config, {"data.holdout": 0.1, "train.device": "cpu", "train.batch_size": 48})
+    shares = run_team(count_evaluated, world, config, tmp_path / "run")
+    for name in ("test", "heldout", "plain"):
+        judged = [index for share in shares for index in share[name]]
+        assert len(judged) == len(set(judged)) > 0, name
+        assert len(judged) == max(judged) - min(judged) + 1, name
+        assert all(share[name] for share in shares), name
 
 
 def test_eval_and_fuse_in_shares_give_the_same_summary(one_process: Path, tmp_path: Path) -> None:

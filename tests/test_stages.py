@@ -2,6 +2,7 @@
 
 import json
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from team_cases import run_team
 
 from bicovg.checkpoint import MODEL, OPTIMIZER, find_checkpoint
 from bicovg.config import Config, override
+from bicovg.data import splits
 from bicovg.distributed import ALONE, Team
 from bicovg.queues import Inbox, Outbox
 from bicovg.signals import Credit
@@ -37,6 +39,14 @@ TINY: dict[str, Any] = {
     "train.save_seconds": 0.05,
     "fusion.steps": 5,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_evaluations() -> Iterator[None]:
+    """Evaluation in batches of 2, so that every stage has some."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(splits, "EVAL_BATCH", 2)
+        yield
 
 
 def tiny(**changes: Any) -> Config:

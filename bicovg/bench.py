@@ -95,7 +95,7 @@ class Bench:
             raise UserError(f"no worker could be started: {self.machine['error']}")
 
     def start_ahead(self, workers: int) -> None:
-        """Let workers import, most of what a row takes, while another measures; not on the cores it measures."""
+        """Let workers import, most of what a row takes, while another measures; not where it measures this CPU."""
         while self.machine["device"] == "cuda" and len(self.ahead) < workers:
             self.ahead.append(Worker(self.deadline))
 
@@ -157,7 +157,8 @@ class Bench:
             if self.deadline.passed():
                 break
             middle = (low + high) / 2
-            with Worker(self.deadline) as worker:
+            with self.take_worker() as worker:
+                self.start_ahead(1)
                 built = self.build(worker, case, row["engine_asked"], middle / total)
             if "error" in built:
                 low = middle

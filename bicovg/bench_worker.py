@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
 from itertools import count
@@ -205,15 +206,16 @@ class Server:
 
 
 def import_compiler() -> None:
-    """Import what the first compilation would, while another worker still measures."""
-    import_module("torch._inductor.compile_fx")
+    """Import what the first compilation would, while another worker still measures; if it fails, that will say so."""
+    with suppress(ImportError):
+        import_module("torch._inductor.compile_fx")
 
 
 def main() -> None:
-    if torch.cuda.is_available():
-        import_compiler()
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    if torch.cuda.is_available():
+        import_compiler()
     torch.backends.cudnn.benchmark = True
     server = Server()
     for line in sys.stdin:

@@ -33,18 +33,27 @@ def contract_sums(sums: Float[Tensor, "b d 3 3"], weight: Float[Tensor, "d c 3 3
 
 
 class _Attach(torch.autograd.Function):
-    """y as it is; backward, dy as it is, and from it the offset's gradient."""
+    """y as it is; backward, dy as it is, and from it the offset's gradient.
+
+    The weight, whose own gradient the convolution has, is an input for the gradient of the gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, offset: Tensor, weight: Tensor, plain: bool) -> Tensor:
-        ctx.save_for_backward(weight)
-        ctx.dtype, ctx.plain = offset.dtype, plain
+    def forward(y: Tensor, offset: Tensor, weight: Tensor, plain: bool) -> Tensor:
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, offset, weight, plain = inputs
+        ctx.save_for_backward(weight)
+        ctx.dtype, ctx.plain = offset.dtype, plain
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         from bicovg.kernels.borders import fused_border_sums
 
+        if not ctx.needs_input_grad[1]:
+            return grads[0], None, None, None
         (weight,) = ctx.saved_tensors
         sums = border_sums(grads[0]) if ctx.plain else fused_border_sums(grads[0])
         return grads[0], contract_sums(sums, weight).to(ctx.dtype), None, None
@@ -58,5 +67,5 @@ def attach_offset(
     Args:
         y: made with ``weight``, padding 1, from an input that holds the offset and carries no graph.
     """
-    attached: Tensor = _Attach.apply(y, offset, weight.detach(), plain)  # type: ignore[no-untyped-call]
+    attached: Tensor = _Attach.apply(y, offset, weight, plain)  # type: ignore[no-untyped-call]
     return attached

@@ -107,7 +107,11 @@ def _to_host(tensor: Tensor) -> Tensor:
     """A copy; of a GPU's tensor not complete before its stream has come so far."""
     if not tensor.is_cuda:
         return tensor.detach().clone()
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor.detach(), non_blocking=True)
+    try:
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    except RuntimeError:  # no such memory is left
+        return tensor.detach().to("cpu", copy=True)
+    return host.copy_(tensor.detach(), non_blocking=True)
 
 
 def read_tensors(path: Path, name: str, limit: int) -> dict[str, Tensor]:

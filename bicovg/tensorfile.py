@@ -13,12 +13,18 @@ from torch import Tensor
 
 # their names in a file, in the order in which they lie there: wide ones first, so that all are aligned
 _TYPES = {
+    torch.uint64: "U64",
     torch.int64: "I64",
     torch.float64: "F64",
+    torch.complex64: "C64",
     torch.float32: "F32",
+    torch.uint32: "U32",
     torch.int32: "I32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }

@@ -24,6 +24,7 @@ from bicovg.kernels.tiles import Tile
         ((5, 33, 2, 2), (1, 2), 4, True),
         ((2, 520, 3, 3), (1, 2), 4, True),
         ((2, 24, 13, 12), (1, 2), 3, True),
+        ((2, 16, 10, 8), (1, 2), 16, True),
     ],
 )
 def test_block_equals_batch_norm_relu_and_goodness(

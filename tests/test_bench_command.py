@@ -94,6 +94,23 @@ def test_bench_without_time_left_says_so_in_every_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_local_workers")
+def test_on_a_cpu_no_worker_starts_beside_the_one_that_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive = []
+    answer = LocalWorker.answer
+
+    def look(worker: LocalWorker, request: dict[str, Any]) -> dict[str, Any]:
+        alive.append(LocalWorker.alive)
+        return answer(worker, request)
+
+    monkeypatch.setattr(LocalWorker, "answer", look)
+    words = ["--only", "strict", "end-to-end", "--out", str(tmp_path / "bench.json")]
+    assert main(["bench", "digits", *TINY, *words]) == 0
+    assert set(alive) == {1}
+
+
+@pytest.mark.usefixtures("_local_workers")
 @pytest.mark.parametrize(("words", "most"), [(["--only", "strict", "end-to-end"], 2), (["--ab"], 4)])
 def test_on_a_gpu_workers_start_ahead_and_none_is_left(
     words: list[str], most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from bicovg import local_network
+from bicovg import local_network, tensorfile
 from bicovg.checkpoint import (
     FILES,
     MANIFEST,
@@ -202,8 +202,7 @@ def test_a_file_of_tensors_has_the_bytes_the_library_would_write():
     generator = torch.Generator().manual_seed(0)
     tensors = {f"w{size}": torch.randn(size, 3, 2, 2, generator=generator) for size in (1, 4, 0)}
     tensors["last"] = torch.randn(2, 4, 3, 3, generator=generator).contiguous(memory_format=torch.channels_last)
-    kinds = (torch.int64, torch.float64, torch.int32, torch.bfloat16, torch.float16, torch.uint8, torch.bool)
-    tensors |= {f'"{kind} é|x': torch.randint(0, 2, (5,), generator=generator).to(kind) for kind in kinds}
+    tensors |= {f'"{kind} é|x': torch.randint(0, 2, (5,), generator=generator).to(kind) for kind in tensorfile._TYPES}
     tensors["count"] = torch.tensor(7)
     wanted = save({name: tensor.contiguous() for name, tensor in tensors.items()})
     assert assemble_tensors(tensors) == wanted

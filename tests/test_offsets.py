@@ -50,15 +50,51 @@ def test_sums_are_wide_and_the_offset_gets_its_own_type(dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_a_block_behind_an_alignment_learns_as_if_its_input_had_a_gradient(layout: torch.memory_format) -> None:
-    gradients: list[list[Tensor]] = []
     x = torch.rand(4, 6, 5, 7, dtype=torch.float64).contiguous(memory_format=layout)
-    for long_way in (False, True):
-        block = aligned_block()
-        _, logits = block(x.clone().requires_grad_(long_way), None)
-        assert logits is not None
-        gradients.append(list(torch.autograd.grad(logits.square().sum(), list(block.parameters()))))
-    for short, long in zip(*gradients, strict=True):
-        assert (short - long).abs().max() <= 1e-12 * max(1.0, float(long.abs().max()))
+    block = aligned_block()
+    assert block.alignment is not None
+
+    def learn(y: Tensor) -> list[Tensor]:
+        loss = block.judge(block.activate(y)).square().sum()
+        return list(torch.autograd.grad(loss, list(block.parameters())))
+
+    short = learn(block.convolve(x))
+    long = learn(F.conv2d(block.alignment(x), block.conv.weight, padding=1))
+    for mine, wanted in zip(short, long, strict=True):
+        assert (mine - wanted).abs().max() <= 1e-12 * max(1.0, float(wanted.abs().max()))
+
+
+def test_the_gradient_of_the_gradient_is_that_of_the_long_way() -> None:
+    x = torch.rand(2, 6, 4, 4, dtype=torch.float64)
+    block = aligned_block()
+    assert block.alignment is not None
+    found = []
+    for y in (block.convolve(x), F.conv2d(block.alignment(x), block.conv.weight, padding=1)):
+        (first,) = torch.autograd.grad(y.pow(3).sum(), [block.alignment.w2.weight], create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), [block.conv.weight])[0])
+    assert (found[0] - found[1]).abs().max() <= 1e-12 * found[1].abs().max()
+
+
+def test_a_function_of_the_parameters_can_be_differentiated() -> None:
+    block, x = aligned_block().eval(), torch.rand(2, 6, 4, 4, dtype=torch.float64)
+    given = dict(block.named_parameters())
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        y = torch.func.functional_call(block, parameters, (x, None))[1]
+        return y.square().sum()
+
+    found = torch.func.grad(loss)({name: value.detach() for name, value in given.items()})
+    wanted = torch.autograd.grad(block(x, None)[1].square().sum(), list(given.values()))
+    assert all((found[name] - value).abs().max() < 1e-12 for name, value in zip(given, wanted, strict=True))
+
+
+def test_an_alignment_that_does_not_learn_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = aligned_block()
+    assert block.alignment is not None
+    block.alignment.requires_grad_(requires_grad=False)
+    monkeypatch.setattr("bicovg.kernels.borders.fused_border_sums", lambda dy: pytest.fail("computed"))
+    block.convolve(torch.rand(2, 6, 4, 4, dtype=torch.float64)).sum().backward()
+    assert block.conv.weight.grad is not None
 
 
 def test_the_alignment_of_a_units_entrance_costs_no_convolution() -> None:

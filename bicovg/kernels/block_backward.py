@@ -18,7 +18,7 @@ from bicovg.kernels.tiles import (
 )
 
 SCALED = 4096  # elements of p a program
-SLOPES = 1024  # elements of A a program: few, or those of p would have to do with its registers
+SLOPES = 1024  # elements of A a program: few, because all programs get the registers of the one that needs most
 MOST_PIECES = 256  # of the sum of A f^2
 FEW_WORKERS = 16  # up to here their sums are added where they are used
 BY_PRODUCTS = True  # the first pass of matrix products alone

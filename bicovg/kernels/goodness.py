@@ -74,7 +74,7 @@ def launch_forward(
     streams = cut.T > 1 and C <= BC
     parts = 1 if streams else cut.T
     out = g if cut.direct else g.new_empty(B * cut.AP * parts * (C + N), dtype=torch.float32)
-    narrow = f.dtype == torch.bfloat16  # what is written for it in assembler the interpreter does not take
+    narrow = f.dtype == torch.bfloat16  # FULL and WAIT use assembler, which the interpreter, float32 alone, refuses
     inputs = (out, p, f, f if weight is None else weight, f if stats is None else stats, B)
     options: dict[str, Any] = {
         "C": C, "N": N, "H": H, "W": W, "L": cut.L, "T": cut.T, "Q": cut.Q, "BC": BC, "NP": NP,

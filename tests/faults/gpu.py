@@ -167,6 +167,8 @@ def main(words):
             "saving": lambda: saving_cost(recipe, *((10, 1) if small else (390, 3))),
             "resumed": lambda: [resumed(folder, small, precision) for precision in ("float32", "bfloat16")],
         }
+        unknown = set(words) - set(parts) - {"small"}
+        assert not unknown, f"no such part: {unknown}"
         wanted = set(words) & set(parts) or set(parts)
         print(json.dumps({name: part() for name, part in parts.items() if name in wanted}))
 

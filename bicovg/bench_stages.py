@@ -32,6 +32,8 @@ def run_stages(config: Config, args: argparse.Namespace, machine: dict[str, Any]
     units = ask_processes({"do": "units", "config": asdict(config)}, 1)[0]
     count = len(units["seconds"])
     rows = [predict(units, stages) for stages in args.stages if stages <= count]
+    if not rows:
+        raise UserError(f"--stages {min(args.stages)} is more than the network has units, {count}")
     for stages in (stages for stages in args.stages if stages > count):
         print(f"{stages} stages are left out: the network has {count} units")
     devices = machine["gpus"] if machine["device"] == "cuda" else os.cpu_count() or 1

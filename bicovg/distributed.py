@@ -19,6 +19,7 @@ from torch import Tensor
 from bicovg.config import TrainConfig
 from bicovg.errors import UserError
 from bicovg.meeting import meet
+from bicovg.stopping import StopRequested
 from bicovg.survivors import Survivors
 
 has_met = False  # whether this process has ever been one of several
@@ -159,10 +160,13 @@ class Processes(Team):
     @contextmanager
     def talking(self) -> Iterator[None]:
         """Around every exchange: a failure becomes one sentence that names who is missing."""
+        self.survivors.exchanges += 1
         try:
             yield
         except RuntimeError as error:
             raise PeerLost(f"{self.survivors.name_lost()}: {_first_line(error)}") from None
+        finally:
+            self.survivors.exchanges -= 1
 
 
 def grid_from_environment(train: TrainConfig) -> tuple[int, int]:
@@ -195,7 +199,13 @@ def join_team(train: TrainConfig) -> Iterator[Team]:
     delay = 1 if train.stages == 1 else train.stages * (train.queue_depth + 1)
     team = Processes(*connect(train), train.stages, delay)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere) if rank else nullcontext():
-        yield team
+        try:
+            yield team
+        except (PeerLost, StopRequested):  # the others know
+            raise
+        except Exception as error:
+            team.survivors.say_farewell(_first_line(error))
+            raise
     team.leave()
 
 
@@ -227,4 +237,4 @@ def connect(train: TrainConfig) -> tuple[Any, int, int]:
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{str(error).splitlines()[0]:.160}"
+    return f"{(str(error).splitlines() or [type(error).__name__])[0]:.160}"

@@ -37,6 +37,8 @@ def test_bench_predicts_every_number_of_stages_and_measures_those_that_have_core
 
 
 def test_one_stage_is_nothing_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "digits", "--stages", "9", "--batch", "8", "--train.device", "cpu"]) == 2
+    assert "--stages 9 is more than the network has units, 4" in capsys.readouterr().err
     assert main(["bench", "digits", "--stages", "1"]) == 2
     assert "--stages 1 must be at least 2" in capsys.readouterr().err
 

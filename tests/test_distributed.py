@@ -20,7 +20,7 @@ from bicovg.evaluation import both_accuracies, report_fusion
 from bicovg.guard import Guard
 from bicovg.reduction import UnitReduction
 from bicovg.step import local_step
-from bicovg.survivors import SILENCE
+from bicovg.survivors import NO_STORE, SILENCE, Survivors
 from bicovg.synced_norm import sync_batch_norm
 
 WORLDS = (1, 2, 3, 4)
@@ -272,6 +272,73 @@ def test_survivors_name_the_process_that_died_and_no_other(work: Callable[..., s
     found = run_team(work, world, lost)
     assert found.pop(lost) == 9
     assert all(message.startswith(f"rank {lost} was lost") for message in found), found
+
+
+def hang_alone(team: Team, lost: int) -> str:
+    """One rank lives, but never comes."""
+    team.meet()
+    if team.rank == lost:
+        time.sleep(3 * SILENCE)
+        return "slept"
+    assert isinstance(team, Processes)
+    try:
+        with team.talking():
+            time.sleep(1.0)  # the others are here by now
+            raise RuntimeError("timed out")
+    except ValueError as error:
+        return str(error)
+
+
+def test_who_lives_but_does_not_come_is_named() -> None:
+    found = run_team(hang_alone, 3, 1)
+    assert found.pop(1) == "slept"
+    assert all(message.startswith("rank 1 was missing (alive, but not at the exchange)") for message in found), found
+
+
+def leave_with_a_reason(team: Team, rank: int) -> str:
+    team.meet()
+    assert isinstance(team, Processes)
+    if team.rank == rank:
+        team.survivors.say_farewell("a loss was not finite")
+        os._exit(3)
+    try:
+        team.meet()
+    except ValueError as error:
+        return str(error)
+    return "nothing happened"
+
+
+def test_who_leaves_for_a_reason_of_its_own_is_quoted() -> None:
+    found = run_team(leave_with_a_reason, 3, 0)
+    assert found.pop(0) == 3
+    assert all(message.startswith("rank 0 has left (a loss was not finite)") for message in found), found
+
+
+def notice_through_rank_0s_store(rank: int, port: int) -> str:
+    """As without torchrun: the store lives in rank 0, which leaves after its verdict; rank 1 notices a second later."""
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, wait_for_workers=True)
+    survivors = Survivors(store, rank, 3)  # rank 2 never was
+    if rank:
+        time.sleep(SILENCE + 4.0)
+    return survivors.name_lost()
+
+
+def test_the_verdict_outlives_rank_0_and_its_store() -> None:
+    port = free_port()
+    found = fork_all([lambda rank=rank: notice_through_rank_0s_store(rank, port) for rank in range(2)])
+    assert found == ["rank 2 was lost (dead, or without an answer)"] * 2
+
+
+class SilentStore:
+    """A store whose machine has stopped: it takes questions and never answers."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: time.sleep(1000)
+
+
+def test_a_store_that_has_fallen_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bicovg.survivors.SILENCE", 0.2)
+    assert Survivors(SilentStore(), 1, 2).name_lost() == NO_STORE
 
 
 def test_who_notices_late_does_not_wait_again() -> None:

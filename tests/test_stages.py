@@ -43,9 +43,9 @@ TINY: dict[str, Any] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_evaluations() -> Iterator[None]:
-    """Evaluation in batches of 2, so that every stage has some."""
+    """Evaluation in batches of 3, so that every stage has some."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(splits, "EVAL_BATCH", 2)
+        patch.setattr(splits, "EVAL_BATCH", 3)
         yield
 
 

@@ -21,7 +21,6 @@ SCALED = 4096  # elements of p a program
 SLOPES = 1024  # elements of A a program: few, because all programs get the registers of the one that needs most
 MOST_PIECES = 256  # of the sum of A f^2
 FEW_WORKERS = 16  # up to here their sums are added where they are used
-BY_PRODUCTS = True  # the first pass of matrix products alone
 
 
 def differentiate_into(
@@ -39,7 +38,7 @@ def differentiate_into(
 
     g, what the forward pass has made, is needed where there is a W.
     """
-    by_products = BY_PRODUCTS and cast is not None and len(cast) > 0
+    by_products = cast is not None and len(cast) > 0
     slopes, energy = launch_slopes(q, p, grad.contiguous(), g if by_products else None, y, scales)
     sums = launch_sums(slopes, energy, y, cast, q, stats, scales)
     launch_gradient(dy, slopes, sums, y, cast, q, stats, scales)
@@ -94,7 +93,7 @@ def launch_sums(
     stats: Tensor,
     scales: Sequence[int],
 ) -> Tensor:
-    """(N + 2, C) float32: dW, dbeta, dgamma. With ``energy``, the pass over y is one of matrix products alone."""
+    """(N + 2, C) float32: dW, dbeta, dgamma. With a W, and so ``energy``, the pass over y is matrix products alone."""
     from bicovg.kernels.block_backward_triton import finish_kernel, products_kernel, sums_kernel
 
     B, C, H, W = y.shape
@@ -109,8 +108,8 @@ def launch_sums(
     with device_guard(y):
         if energy is None:
             sums_kernel[(chunks, workers)](
-                part, y, q, slopes, stats, rows, C=C, N=N, H=H, W=W, L=cut.L, BR=tile.pixels, BC=BC, NP=NP,
-                PRECISION="ieee", STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers,
+                part, y, slopes, stats, rows, C=C, H=H, W=W, L=cut.L, BR=tile.pixels, BC=BC, STAGES=tile.stages,
+                num_warps=tile.warps, maxnreg=tile.registers,
             )  # fmt: skip
         else:
             products_kernel[(chunks, workers)](

@@ -45,63 +45,41 @@ def find_slopes(r: tl.tensor, H: tl.constexpr, W: tl.constexpr, L: tl.constexpr)
 def sums_kernel(
     part: tl.tensor,
     y: tl.tensor,
-    q: tl.tensor,
     slopes: tl.tensor,
     stats: tl.tensor,
     rows: tl.tensor,
     C: tl.constexpr,
-    N: tl.constexpr,
     H: tl.constexpr,
     W: tl.constexpr,
     L: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
-    NP: tl.constexpr,
-    PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """A worker's sums over pixels for one block of channels: q on^T, q (on y)^T, and A f, A f y."""
+    """A worker's sums over pixels for one block of channels where there is no W: A f and A f y."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
-    n = tl.arange(0, NP)
     ok_c = c < C
     scale = tl.load(stats + 2 * C + c, mask=ok_c, other=0.0)
     shift = tl.load(stats + 3 * C + c, mask=ok_c, other=0.0)
     first = tl.zeros([16, BC], dtype=tl.float32)
     second = tl.zeros([16, BC], dtype=tl.float32)
-    if N > 0:
-        count = tl.zeros([NP, BC], dtype=tl.float32)
-        moment = tl.zeros([NP, BC], dtype=tl.float32)
     row = tl.arange(0, BR)
     begin = tl.program_id(1) * BR
     stride = tl.num_programs(1) * BR
     y += begin.to(tl.int64) * C  # moved along, so that what is added within the loop fits 32 bits
-    q += begin.to(tl.int64) * N
     for r0 in tl.range(begin, rows, stride, num_stages=STAGES):
-        ok = row < rows - r0
-        mask = tile_mask(ok, c, C, BC)
+        mask = tile_mask(row < rows - r0, c, C, BC)
         x = tl.load(y + (row[:, None] * C + c[None, :]), mask=mask, other=0.0)
         at = slopes + (find_slopes(r0 + row, H, W, L)[:, None] * C + c[None, :])
-        slope = tl.load(at, mask=mask, other=0.0)  # 0 in rows that do not exist, as is q: what is on there is no matter
+        slope = tl.load(at, mask=mask, other=0.0)  # 0 in rows that do not exist: what f is there is no matter
         wide = x.to(tl.float32)
-        z = wide * scale[None, :] + shift[None, :]
-        a = relu(z) * slope
+        a = relu(wide * scale[None, :] + shift[None, :]) * slope
         first += tl.sum(tl.reshape(a, [BR // 16, 16, BC]), axis=0)
         second += tl.sum(tl.reshape(a * wide, [BR // 16, 16, BC]), axis=0)
-        if N > 0:
-            at = q + (row[:, None] * N + n[None, :])
-            scaled = tl.trans(tl.load(at, mask=tile_mask(ok, n, N, NP), other=0.0))
-            count = tl.dot(scaled, tl.where(z > 0.0, 1.0, 0.0).to(x.dtype), count, input_precision=PRECISION)
-            moment = tl.dot(scaled, tl.where(z > 0.0, x, 0.0).to(x.dtype), moment, input_precision=PRECISION)
         y += stride * C
-        q += stride * N
-    own = part + tl.program_id(1).to(tl.int64) * ((2 * N + 2) * C)
-    if N > 0:
-        at = own + n[:, None] * C + c[None, :]
-        keep = (n < N)[:, None] & ok_c[None, :]
-        tl.store(at, count, mask=keep)
-        tl.store(at + N * C, moment, mask=keep)
-    tl.store(own + 2 * N * C + c, tl.sum(first, axis=0), mask=ok_c)
-    tl.store(own + (2 * N + 1) * C + c, tl.sum(second, axis=0), mask=ok_c)
+    part += tl.program_id(1).to(tl.int64) * (2 * C)
+    tl.store(part + c, tl.sum(first, axis=0), mask=ok_c)
+    tl.store(part + C + c, tl.sum(second, axis=0), mask=ok_c)
 
 
 @triton.jit

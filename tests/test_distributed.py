@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from team_cases import fork_all, free_port, own_share, run_team, small_batches, small_net
 
+from bicovg import survivors
 from bicovg.config import FusionConfig, TrainConfig
 from bicovg.distributed import ALONE, Processes, Team, join_team
 from bicovg.draws import DROPOUT, make_keys
@@ -20,7 +21,7 @@ from bicovg.evaluation import both_accuracies, report_fusion
 from bicovg.guard import Guard
 from bicovg.reduction import UnitReduction
 from bicovg.step import local_step
-from bicovg.survivors import NO_STORE, SILENCE, Survivors
+from bicovg.survivors import NO_STORE, Survivors
 from bicovg.synced_norm import sync_batch_norm
 
 WORLDS = (1, 2, 3, 4)
@@ -238,6 +239,12 @@ entry.run()
     assert ("planted" in done.stderr) == ("planted" in body)
 
 
+@pytest.fixture
+def _short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survivors, "SILENCE", 2.0)
+    monkeypatch.setattr(survivors, "LISTENING", 0.2)
+
+
 def die_alone(team: Team, lost: int) -> str:
     team.meet()
     if team.rank == lost:
@@ -267,6 +274,7 @@ def die_in_a_chain(team: Team, lost: int) -> str:
     return "nothing happened"
 
 
+@pytest.mark.usefixtures("_short_silence")
 @pytest.mark.parametrize(("work", "world", "lost"), [(die_alone, 3, 1), (die_alone, 4, 2), (die_in_a_chain, 4, 0)])
 def test_survivors_name_the_process_that_died_and_no_other(work: Callable[..., str], world: int, lost: int) -> None:
     found = run_team(work, world, lost)
@@ -278,7 +286,7 @@ def hang_alone(team: Team, lost: int) -> str:
     """One rank lives, but never comes."""
     team.meet()
     if team.rank == lost:
-        time.sleep(3 * SILENCE)
+        time.sleep(3 * survivors.SILENCE)
         return "slept"
     assert isinstance(team, Processes)
     try:
@@ -289,6 +297,7 @@ def hang_alone(team: Team, lost: int) -> str:
         return str(error)
 
 
+@pytest.mark.usefixtures("_short_silence")
 def test_who_lives_but_does_not_come_is_named() -> None:
     found = run_team(hang_alone, 3, 1)
     assert found.pop(1) == "slept"
@@ -308,6 +317,7 @@ def leave_with_a_reason(team: Team, rank: int) -> str:
     return "nothing happened"
 
 
+@pytest.mark.usefixtures("_short_silence")
 def test_who_leaves_for_a_reason_of_its_own_is_quoted() -> None:
     found = run_team(leave_with_a_reason, 3, 0)
     assert found.pop(0) == 3
@@ -317,12 +327,13 @@ def test_who_leaves_for_a_reason_of_its_own_is_quoted() -> None:
 def notice_through_rank_0s_store(rank: int, port: int) -> str:
     """As without torchrun: the store lives in rank 0, which leaves after its verdict; rank 1 notices a second later."""
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, wait_for_workers=True)
-    survivors = Survivors(store, rank, 3)  # rank 2 never was
+    listed = Survivors(store, rank, 3)  # rank 2 never was
     if rank:
-        time.sleep(SILENCE + 4.0)
-    return survivors.name_lost()
+        time.sleep(survivors.SILENCE + 3.0)
+    return listed.name_lost()
 
 
+@pytest.mark.usefixtures("_short_silence")
 def test_the_verdict_outlives_rank_0_and_its_store() -> None:
     port = free_port()
     found = fork_all([lambda rank=rank: notice_through_rank_0s_store(rank, port) for rank in range(2)])
@@ -341,8 +352,9 @@ def test_a_store_that_has_fallen_silent_is_not_waited_for(monkeypatch: pytest.Mo
     assert Survivors(SilentStore(), 1, 2).name_lost() == NO_STORE
 
 
+@pytest.mark.usefixtures("_short_silence")
 def test_who_notices_late_does_not_wait_again() -> None:
     found = run_team(die_in_a_chain, 4, 0)
     waited = [float(message.split()[-2]) for message in found[1:]]
     assert waited == sorted(waited)
-    assert waited[2] < waited[0] + SILENCE / 2, found
+    assert waited[2] < waited[0] + survivors.SILENCE / 2, found

@@ -100,4 +100,4 @@ class FeatureAlignment(nn.Module):
         return alignment_offset(h, self.w1.weight, self.w2.weight)
 
     def forward(self, h: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
-        return add_offset(h, self.offset(h))
+        return feature_alignment(h, self.w1.weight, self.w2.weight)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from bicovg.kernels.goodness_triton import find_pixels, tile_mask
 from bicovg.kernels.norm_triton import relu
-from bicovg.kernels.slopes_triton import atom_of
+from bicovg.kernels.slopes_triton import atom_of, scale_atoms
 
 
 @triton.jit
@@ -29,10 +29,7 @@ def scale_tile(
     """A tile (G * Q, BC) of channels c times the slopes of its atoms, float32."""
     mask = (slot < slots)[:, None] & (c < C)[None, :]
     slope = tl.load(slopes + (slot[:, None] * C + c[None, :]), mask=mask, other=0.0)
-    if G == 1:
-        return x.to(tl.float32) * slope
-    else:  # noqa: RET505
-        return tl.reshape(tl.reshape(x.to(tl.float32), [G, Q, BC]) * slope[:, None, :], [G * Q, BC])
+    return scale_atoms(x, slope, G, Q, BC)
 
 
 @triton.jit

@@ -105,6 +105,15 @@ def store_slopes(
 
 
 @triton.jit
+def scale_atoms(x: tl.tensor, slope: tl.tensor, G: tl.constexpr, Q: tl.constexpr, BN: tl.constexpr) -> tl.tensor:
+    """A tile (G * Q, BN) times the slopes (G, BN) of its atoms, float32."""
+    if G == 1:
+        return x.to(tl.float32) * slope
+    else:  # noqa: RET505  (Triton compiles only the branch taken when both are written out)
+        return tl.reshape(tl.reshape(x.to(tl.float32), [G, Q, BN]) * slope[:, None, :], [G * Q, BN])
+
+
+@triton.jit
 def scale_pixels(
     q: tl.tensor,
     p: tl.tensor,
@@ -134,11 +143,7 @@ def scale_pixels(
     start, pixel, ok = find_pixels(tile // T, tile % T, batch, H, W, L, L * L, G, Q)
     mask = tile_mask(ok, n, N, NP)
     at = pixel[:, None] * N + n[None, :]
-    x = tl.load(p + start * N + at, mask=mask, other=0.0).to(tl.float32)
-    if G == 1:
-        x = x * slope
-    else:
-        x = tl.reshape(tl.reshape(x, [G, Q, NP]) * slope[:, None, :], [G * Q, NP])
+    x = scale_atoms(tl.load(p + start * N + at, mask=mask, other=0.0), slope, G, Q, NP)
     tl.store(q + start * N + at, x.to(q.dtype.element_ty), mask=mask)
 
 

@@ -37,7 +37,7 @@ def test_block_equals_batch_norm_relu_and_goodness(
 ) -> None:
     """g, the running statistics, and the gradients of y, gamma, beta and W, through the batch statistics."""
     monkeypatch.setattr(block, "FEW_ROWS", 1000 if few else 0)
-    monkeypatch.setattr(block_backward, "FEW_WORKERS", 1000 if few else 0)
+    monkeypatch.setattr(block_backward, "ADDED", 8192 if few else 128)
     monkeypatch.setattr(block_backward, "SCALED", 4096 if few else 256)
     monkeypatch.setattr(block_backward, "SLOPES", 1024 if few else 64)
     C = shape[1]

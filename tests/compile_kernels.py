@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from bicovg.config import OptimConfig
 from bicovg.kernels import block, block_backward, borders, image, loss, tail, tiles
-from bicovg.kernels.block_backward import differentiate_into, launch_slopes, launch_sums
+from bicovg.kernels.block_backward import differentiate_into, launch_gradient, launch_slopes, launch_sums
 from bicovg.kernels.goodness import forward_outputs, launch_backward, launch_forward
 from bicovg.lanes import OneLane
 from bicovg.networks import local_network
@@ -94,13 +94,18 @@ def compile_waiting_forwards() -> None:
             launch_forward(g, p, y, torch.zeros(C // 8, C, dtype=y.dtype), scales, torch.zeros(4, C))
 
 
-def compile_measured_products() -> None:
-    """Every launch shape of the table, which may be pipelined."""
-    for C, H in {(C, tile): (C, H) for (C, H), tile in tiles.PRODUCTS.items()}.values():
-        y = torch.zeros(16, C, H, H, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
-        q, cast = torch.zeros(16 * H * H, C // 8, dtype=y.dtype), torch.zeros(C // 8, C, dtype=y.dtype)
-        slopes, energy = torch.zeros(16, 16, C), torch.zeros(4, C)
-        launch_sums(slopes, energy, y, cast, q, torch.zeros(4, C), (2, 4) if C == 128 else (1, 2))
+def compile_measured_backwards() -> None:
+    """Every launch shape of the tables, which may be pipelined, and one of the second pass that must wait."""
+    tiles.GRADIENT[512, 16] = tiles.Tile(64, 64, 4, 3)
+    for table in (tiles.PRODUCTS, tiles.GRADIENT):
+        for C, H in {(C, tile): (C, H) for (C, H), tile in table.items()}.values():
+            y = torch.zeros(16, C, H, H, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+            q, cast = torch.zeros(16 * H * H, C // 8, dtype=y.dtype), torch.zeros(C // 8, C, dtype=y.dtype)
+            slopes, stats, scales = torch.zeros(16, 16, C), torch.zeros(4, C), (2, 4) if C == 128 else (1, 2)
+            if table is tiles.PRODUCTS:
+                launch_sums(slopes, torch.zeros(4, C), y, cast, q, stats, scales)
+            else:
+                launch_gradient(y, slopes, torch.zeros(C // 8 + 2, C), y, cast, q, stats, scales)
 
 
 def compile_updates(optim: OptimConfig) -> None:
@@ -129,7 +134,7 @@ def main() -> None:
     for dtype, shapes in ((torch.bfloat16, BLOCKS), (torch.float32, BLOCKS[:1])):
         for shape in shapes:
             compile_block(dtype, *shape)
-    compile_measured_products()
+    compile_measured_backwards()
     compile_waiting_forwards()
     block_backward.packs_pairs = lambda y: False  # as on a GPU older than these
     compile_block(torch.bfloat16, *BLOCKS[0])

@@ -20,7 +20,8 @@ from bicovg.kernels.tiles import (
 SCALED = 4096  # elements of p a program
 SLOPES = 1024  # elements of A a program: few, because all programs get the registers of the one that needs most
 MOST_PIECES = 256  # of the sum of A f^2
-FEW_WORKERS = 16  # up to here their sums are added where they are used
+FINISHED = 8  # channels a program of those that add the workers' sums: whole sectors of memory
+ADDED = 8192  # elements of those sums a program has under way
 
 
 def differentiate_into(
@@ -84,6 +85,14 @@ def packs_pairs(y: Tensor) -> bool:
     return y.dtype == torch.bfloat16 and (not y.is_cuda or torch.cuda.get_device_capability(y.device) >= (9, 0))
 
 
+def atom_columns(NP: int) -> int:
+    """Columns of the products that sum over atoms: as many as q's where registers allow.
+
+    Triton then makes their common operand once, not once for either.
+    """
+    return NP if NP <= 32 else 16
+
+
 def launch_sums(
     slopes: Tensor,
     energy: Tensor | None,
@@ -114,16 +123,15 @@ def launch_sums(
         else:
             products_kernel[(chunks, workers)](
                 part, y, q, slopes, stats, B, cut.tiles, C=C, N=N, H=H, W=W, L=cut.L, T=cut.T, G=cut.G, Q=cut.Q,
-                BC=BC, NP=NP, GP=max(16, cut.G), FULL=fills_tiles(y, cut, tile.pixels, N, BC, NP),
+                BC=BC, NP=NP, GP=max(atom_columns(NP), cut.G), FULL=fills_tiles(y, cut, tile.pixels, N, BC, NP),
                 PACKED=packs_pairs(y), PRECISION="ieee", STAGES=tile.stages, num_warps=tile.warps,
                 maxnreg=tile.registers,
             )  # fmt: skip
-        if workers > FEW_WORKERS:
-            part = part.sum(dim=0, keepdim=True)
-        finish_kernel[(math.ceil(C / 16),)](
-            sums, part, part if energy is None else energy, y if cast is None else cast, stats, len(part),
-            0 if energy is None else len(energy), C=C, N=N, BC=16, NP=NP,
-            PB=0 if energy is None else next_power(len(energy)), WB=min(8, next_power(len(part))), num_warps=8,
+        finish_kernel[(math.ceil(C / FINISHED),)](
+            sums, part, part if energy is None else energy, y if cast is None else cast, stats, workers,
+            0 if energy is None else len(energy), C=C, N=N, BC=FINISHED, NP=NP,
+            PB=0 if energy is None else next_power(len(energy)), WB=min(ADDED // (NP * FINISHED), next_power(workers)),
+            num_warps=8,
         )  # fmt: skip
     return sums
 

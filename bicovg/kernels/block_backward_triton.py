@@ -130,8 +130,8 @@ def products_kernel(
     shift = tl.load(stats + 3 * C + c, mask=ok_c, other=0.0)
     if PACKED:
         sign, edge = find_edge(scale, shift)
-        sign = tl.broadcast_to(sign[None, :], [G * Q, BC])
-        edge = tl.broadcast_to(edge[None, :], [G * Q, BC])
+        sign = tl.broadcast_to(sign[:, None], [BC, G * Q])
+        edge = tl.broadcast_to(edge[:, None], [BC, G * Q])
     count = tl.zeros([BC, NP], dtype=tl.float32)
     moment = tl.zeros([BC, NP], dtype=tl.float32)
     first = tl.zeros([BC, GP], dtype=tl.float32)
@@ -148,13 +148,15 @@ def products_kernel(
             at = slopes + ((begin + slot)[None, :] * C + c[:, None])
             slope = tl.load(at, mask=ok_c[:, None] & exists[None, :], other=0.0)
         start, pixel, ok = find_pixels(tile // T, tile % T, batch, H, W, L, L * L, G, Q)
+        # y as the products take it, channels down: a tile of rows would go through shared memory once more
+        at = y + start * C + (pixel[None, :] * C + c[:, None])
+        at_q = q + start * N + (pixel[:, None] * N + n[None, :])
         if FULL:
-            x = tl.load(y + start * C + (pixel[:, None] * C + c[None, :]))
-            scaled = tl.load(q + start * N + (pixel[:, None] * N + n[None, :]))
+            x = tl.load(at)
+            scaled = tl.load(at_q)
         else:  # what is on in rows that do not exist is no matter: they are in no atom, and q is 0 there
-            x = tl.load(y + start * C + (pixel[:, None] * C + c[None, :]), mask=tile_mask(ok, c, C, BC), other=0.0)
-            at = q + start * N + (pixel[:, None] * N + n[None, :])
-            scaled = tl.load(at, mask=tile_mask(ok, n, N, NP), other=0.0)
+            x = tl.load(at, mask=tl.trans(tile_mask(ok, c, C, BC)), other=0.0)
+            scaled = tl.load(at_q, mask=tile_mask(ok, n, N, NP), other=0.0)
             inside = tl.where(own & ok[:, None], 1.0, 0.0).to(x.dtype)
         if PACKED:
             on = tl.inline_asm_elementwise(
@@ -169,11 +171,9 @@ def products_kernel(
                 "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, on], dtype=tl.bfloat16, is_pure=True, pack=2
             )
         else:
-            z = x.to(tl.float32) * scale[None, :] + shift[None, :]
+            z = x.to(tl.float32) * scale[:, None] + shift[:, None]
             on = tl.where(z > 0.0, 1.0, 0.0).to(x.dtype)
             kept = tl.where(z > 0.0, x, 0.0).to(x.dtype)
-        on = tl.trans(on)
-        kept = tl.trans(kept)
         count = tl.dot(on, scaled, count, input_precision=PRECISION)
         moment = tl.dot(kept, scaled, moment, input_precision=PRECISION)
         here = tl.dot(on, inside, input_precision=PRECISION)
@@ -240,21 +240,24 @@ def finish_kernel(
     ok = c < C
     keep = (n < N)[:, None] & ok[None, :]
     at = n[:, None] * C + c[None, :]
-    first = tl.zeros([BC], dtype=tl.float32)
-    second = tl.zeros([BC], dtype=tl.float32)
-    count = tl.zeros([NP, BC], dtype=tl.float32)
-    moment = tl.zeros([NP, BC], dtype=tl.float32)
+    first = tl.zeros([WB, BC], dtype=tl.float32)
+    second = tl.zeros([WB, BC], dtype=tl.float32)
+    if N > 0:
+        counts = tl.zeros([WB, NP, BC], dtype=tl.float32)
+        moments = tl.zeros([WB, NP, BC], dtype=tl.float32)
     for begin in range(0, workers, WB):
         worker = begin + tl.arange(0, WB)
         own = part + worker[:, None] * ((2 * N + 2) * C) + c[None, :]
         there = (worker < workers)[:, None] & ok[None, :]
-        first += tl.sum(tl.load(own + 2 * N * C, mask=there, other=0.0), axis=0)
-        second += tl.sum(tl.load(own + (2 * N + 1) * C, mask=there, other=0.0), axis=0)
+        first += tl.load(own + 2 * N * C, mask=there, other=0.0)
+        second += tl.load(own + (2 * N + 1) * C, mask=there, other=0.0)
         if N > 0:
             own = part + (worker[:, None, None] * ((2 * N + 2) * C) + at[None, :, :])
             there = (worker < workers)[:, None, None] & keep[None, :, :]
-            count += tl.sum(tl.load(own, mask=there, other=0.0), axis=0)
-            moment += tl.sum(tl.load(own + N * C, mask=there, other=0.0), axis=0)
+            counts += tl.load(own, mask=there, other=0.0)
+            moments += tl.load(own + N * C, mask=there, other=0.0)
+    first = tl.sum(first, axis=0)
+    second = tl.sum(second, axis=0)
     mean = tl.load(stats + c, mask=ok, other=0.0)
     rstd = tl.load(stats + C + c, mask=ok, other=1.0)
     scale = tl.load(stats + 2 * C + c, mask=ok, other=0.0)
@@ -267,6 +270,8 @@ def finish_kernel(
     else:
         second = rstd * (second - mean * first)
     if N > 0:
+        count = tl.sum(counts, axis=0)
+        moment = tl.sum(moments, axis=0)
         tl.store(sums + at, scale[None, :] * moment + shift[None, :] * count, mask=keep)
         weight = tl.load(w + at, mask=keep, other=0.0).to(tl.float32)
         through = tl.sum(weight * count, axis=0)

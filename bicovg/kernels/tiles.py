@@ -4,7 +4,7 @@ The rules below are starting points; ``benchmarks/kernels.py --sweep`` measures 
 over the rules. A tile that makes Hopper's asynchronous matrix instruction (a product of 64 or more rows on a multiple
 of 4 warps) must wait for it before it goes on, if it is pipelined: Triton 3.6 else reuses its operands' shared memory
 for our reductions before it has read them, and a few rows of the result come out wrong. The forward pass waits by using
-the product at once, the pass of matrix products does so by itself, and of the gradient pass no such tile is pipelined.
+the product at once; the backward passes, which need it at once, do so by themselves.
 """
 
 import math

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bicovg.kernels.goodness import scale_pair
 from bicovg.kernels.tiles import (
+    count_sms,
     cut_batch,
     device_guard,
     fills_tiles,
@@ -76,8 +77,7 @@ def launch_slopes(
 
 def count_workers(y: Tensor, pieces: int, chunks: int, per_sm: int) -> int:
     """Programs for each of the ``chunks`` blocks of channels, to share ``pieces`` of work."""
-    sms = torch.cuda.get_device_properties(y.device).multi_processor_count if y.is_cuda else 2
-    return max(1, min(pieces, per_sm * sms // chunks))
+    return max(1, min(pieces, per_sm * count_sms(y) // chunks))
 
 
 def packs_pairs(y: Tensor) -> bool:

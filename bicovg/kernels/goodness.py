@@ -28,6 +28,7 @@ from torch import Tensor
 from bicovg.goodness import bicovg
 from bicovg.kernels.tiles import (
     backward_tile,
+    count_sms,
     cut_batch,
     device_guard,
     fills_tiles,
@@ -84,7 +85,7 @@ def launch_forward(
     }  # fmt: skip
     with device_guard(f):
         if streams:
-            stream_kernel[(B * cut.AP,)](*inputs, **options)
+            stream_kernel[(min(B * cut.AP, tile.per_sm * count_sms(f)),)](*inputs, **options)
         else:
             forward_kernel[(cut.tiles,)](*inputs, S1=S1, S2=S2, AP=cut.AP, G=cut.G, DIRECT=cut.direct, **options)
         if not cut.direct:
@@ -109,8 +110,7 @@ def launch_backward(
     block = min(tile.channels, max(16, next_power(C)))
     assert p.numel() or not N or block >= C, "p can be recomputed only from all channels"
     chunks = math.ceil(C / block)
-    sms = torch.cuda.get_device_properties(f.device).multi_processor_count if f.is_cuda else 2
-    workers = max(1, min(cut.tiles, tile.per_sm * sms // chunks))
+    workers = max(1, min(cut.tiles, tile.per_sm * count_sms(f) // chunks))
     part = torch.empty((workers, N, C), dtype=torch.float32, device=f.device)
     with device_guard(f):
         backward_kernel[(chunks, workers)](

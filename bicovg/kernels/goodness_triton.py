@@ -240,8 +240,7 @@ def stream_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """The same for one large atom, all its T steps, where one block holds all channels: W stays on the chip."""
-    atom = tl.program_id(0)
+    """The same for large atoms one after the other, where one block holds all channels: W and sums stay on the chip."""
     c = tl.arange(0, BC)
     n = tl.arange(0, NP)
     ok_c = c < C
@@ -252,8 +251,10 @@ def stream_kernel(
         weight = tl.load(w + n[:, None] * C + c[None, :], mask=tile_mask(n < N, c, C, BC), other=0.0)
         squares = tl.zeros([Q, NP], dtype=tl.float32)
     total = tl.zeros([16, BC], dtype=tl.float32)
-    for step in tl.range(0, T, num_stages=STAGES):
-        base, pixel, ok = find_pixels(atom, step, batch, H, W, L, L * L, 1, Q)
+    own = tl.cdiv(batch * (L * L) - tl.program_id(0), tl.num_programs(0))
+    for i in tl.range(0, own * T, num_stages=STAGES):  # all steps of all atoms in one loop: loads never pause
+        atom = tl.program_id(0) + i // T * tl.num_programs(0)
+        base, pixel, ok = find_pixels(atom, i % T, batch, H, W, L, L * L, 1, Q)
         mask = tile_mask(ok, c, C, BC)
         if FULL:
             x = tl.load(f + base * C + (pixel[:, None] * C + c[None, :]))
@@ -276,10 +277,13 @@ def stream_kernel(
                     tl.store(at, proj.to(p.dtype.element_ty))
                 else:
                     tl.store(at, proj.to(p.dtype.element_ty), mask=tile_mask(ok, n, N, NP))
-    out += atom.to(tl.int64) * (C + N)
-    tl.store(out + c, tl.sum(total, axis=0), mask=ok_c)
-    if N > 0:
-        tl.store(out + C + n, tl.sum(squares, axis=0), mask=n < N)
+        if i % T == T - 1:
+            place = out + atom.to(tl.int64) * (C + N)
+            tl.store(place + c, tl.sum(total, axis=0), mask=ok_c)
+            total = tl.zeros([16, BC], dtype=tl.float32)
+            if N > 0:
+                tl.store(place + C + n, tl.sum(squares, axis=0), mask=n < N)
+                squares = tl.zeros([Q, NP], dtype=tl.float32)
 
 
 @triton.jit

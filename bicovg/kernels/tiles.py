@@ -28,7 +28,7 @@ class Tile:
         channels: columns of a tile, a power of two >= 16.
         warps: warps a program.
         stages: depth of the load pipeline; 1 turns it off.
-        per_sm: programs a multiprocessor (backward only, whose grid is bounded).
+        per_sm: programs a multiprocessor, where the grid is bounded: backward, and forward atom by atom.
         registers: cap a thread, to fit more programs on a multiprocessor.
     """
 
@@ -55,8 +55,8 @@ FORWARD: dict[tuple[int, int], Tile] = {
     (512, 8): Tile(16, 64, 1, 3, 2),
     (512, 4): Tile(16, 128, 4, 3, 2),
     (512, 2): Tile(16, 128, 4, 3, 2),
-    (128, 64): Tile(32, 128, 2, 3, 2),
-    (128, 112): Tile(32, 128, 2, 3, 2),
+    (128, 64): Tile(32, 128, 2, 3, 8),
+    (128, 112): Tile(32, 128, 2, 3, 5),
     (256, 56): Tile(32, 64, 1, 3, 2),
     (512, 28): Tile(32, 64, 1, 3, 2),
     (512, 14): Tile(64, 64, 2, 3, 2),
@@ -113,7 +113,7 @@ def stores_projection(channels: int, dtype: torch.dtype) -> bool:
 def forward_tile(C: int, N: int, H: int, W: int, scales: Sequence[int], dtype: torch.dtype) -> Tile:
     """Launch shape of the forward kernel: whole samples for small maps, else large tiles that reuse W."""
     if dtype != torch.bfloat16:
-        return Tile(16 if N > 64 else 32, 32, stages=2)
+        return Tile(16 if N > 64 else 32, 32, stages=2, per_sm=8)
     if (C, H) in FORWARD:
         return FORWARD[C, H]
     L = math.lcm(*scales)
@@ -122,7 +122,7 @@ def forward_tile(C: int, N: int, H: int, W: int, scales: Sequence[int], dtype: t
         return Tile(max(16, sample), 128 if N <= 64 else 64)
     if sample <= 64:
         return Tile(64, 64, stages=1)
-    return Tile(64, 64, 2, 3)
+    return Tile(64, 64, 2, 3, per_sm=8)
 
 
 def backward_tile(C: int, N: int, H: int, W: int, scales: Sequence[int], dtype: torch.dtype) -> Tile:
@@ -189,6 +189,11 @@ def fills_tiles(f: Tensor, cut: Grid, pixels: int, N: int, BC: int, NP: int) -> 
     """Whether every row and column of every tile of maps f exists, so that none needs a mask."""
     B, C, H, W = f.shape
     return cut.tiles * pixels == B * H * W and C % BC == 0 and N in (0, NP)
+
+
+def count_sms(f: Tensor) -> int:
+    """Multiprocessors of f's device; 2 in the interpreter, so that programs have several tiles there, too."""
+    return torch.cuda.get_device_properties(f.device).multi_processor_count if f.is_cuda else 2
 
 
 def device_guard(f: Tensor) -> AbstractContextManager[Any]:

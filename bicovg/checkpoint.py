@@ -1,8 +1,9 @@
 """Checkpoints on disk: a folder of safetensors and JSON, whole or absent. Nothing executes on load.
 
 ``checkpoints/step-S-epoch-E/`` is written as ``.partial-...``: every file synced, the manifest (size and SHA-256 of
-every file) last, then the folder, then renamed, then the parent synced. It is read back and verified before an older
-one goes; at least two that verify are kept. There is no pointer to the latest: it is the newest that verifies.
+every file, and the owner: a name of the settings of the run) last, then the folder, then renamed, then the parent
+synced. It is read back and verified before an older one goes; at least two that verify are kept. There is no pointer to
+the latest: it is the newest that verifies. One of another owner does not verify.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 from bicovg.durable import discard, open_regular, read_regular, sync_folder, write_synced
 from bicovg.errors import StorageError
 
-SCHEMA = 2
+SCHEMA = 3
 KEEP = 2
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
@@ -42,49 +43,49 @@ def checkpoint_name(step: int, epoch: int) -> str:
     return f"step-{step:09d}-epoch-{epoch:04d}"
 
 
-def write_checkpoint(run: Path, name: str, files: Mapping[str, Blob], keep: int = KEEP) -> Path:
+def write_checkpoint(run: Path, name: str, files: Mapping[str, Blob], keep: int = KEEP, owner: str = "") -> Path:
     """Write, sync, rename, verify; then remove what is older than the newest ``keep`` that verify."""
     folder = run / FOLDER
-    if not folder.is_dir():
+    if not os.path.lexists(folder):
         os.mkdir(folder)
     sync_folder(run)  # every time: a process that was killed may have made the folder and not synced it
-    _refuse_link(folder)
+    refuse_other(folder)
     _sweep(folder)
     final = folder / name
-    if verify_checkpoint(final) is None:
+    if verify_checkpoint(final, owner) is None:
         return final  # the same step again: the state is the same
     partial, refused = folder / f".partial-{name}", folder / f".trash-{name}"
     os.mkdir(partial)
     for file, blob in files.items():
         write_synced(partial / file, blob)
-    write_synced(partial / MANIFEST, make_manifest(files))
+    write_synced(partial / MANIFEST, make_manifest(files, owner))
     sync_folder(partial)
     if os.path.lexists(final):  # one of this name that did not verify
         os.rename(final, refused)
     os.rename(partial, final)
     sync_folder(folder)
-    reason = verify_checkpoint(final)
+    reason = verify_checkpoint(final, owner)
     if reason is not None:
         raise StorageError(f"{final} was not stored as it was written, {reason}: check the disk; older ones are kept")
     discard(refused)
-    retire_checkpoints(run, keep)
+    retire_checkpoints(run, keep, owner)
     return final
 
 
-def make_manifest(files: Mapping[str, Blob]) -> bytes:
+def make_manifest(files: Mapping[str, Blob], owner: str = "") -> bytes:
     listed = {name: {"bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()} for name, blob in files.items()}
-    return _render({"schema": SCHEMA, "files": listed})
+    return _render({"schema": SCHEMA, "owner": owner, "files": listed})
 
 
 def _render(manifest: Mapping[str, Any]) -> bytes:
     return (json.dumps(manifest, indent=2) + "\n").encode()
 
 
-def retire_checkpoints(run: Path, keep: int) -> None:
+def retire_checkpoints(run: Path, keep: int, owner: str | None = None) -> None:
     """Remove all that are older than the newest ``keep`` that verify; each vanishes whole, by a rename."""
     found, good = list_checkpoints(run), 0
     while found and good < max(keep, KEEP):
-        good += verify_checkpoint(found.pop()) is None
+        good += verify_checkpoint(found.pop(), owner) is None
     trash = [path.with_name(f".trash-{path.name}") for path in found]
     for path, gone in zip(found, trash, strict=True):
         os.rename(path, gone)
@@ -101,21 +102,23 @@ def _sweep(folder: Path) -> None:
             discard(path)
 
 
-def _refuse_link(folder: Path) -> None:
+def refuse_other(folder: Path) -> None:
+    """Where there is something instead of a folder, nothing may be taken for "no checkpoint yet"."""
     if folder.is_symlink():
-        raise StorageError(f"{folder} is a symbolic link: checkpoints must lie inside their run folder")
+        raise StorageError(f"{folder} is a symbolic link: move the checkpoints into their run folder")
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise StorageError(f"{folder} is not a folder: move it away")
 
 
 def list_checkpoints(run: Path) -> list[Path]:
     """Oldest first; usable or not."""
     folder = run / FOLDER
-    if not folder.is_dir() or folder.is_symlink():
-        return []
-    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+    refuse_other(folder)
+    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name)) if folder.is_dir() else []
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Name -> {bytes, sha256} of exactly the expected files, or ``Unusable``."""
+def read_manifest(path: Path, owner: str | None = None) -> dict[str, Any]:
+    """Name -> {bytes, sha256} of exactly the expected files, or ``Unusable``; also if it is not ``owner``'s."""
     if path.is_symlink():
         raise Unusable("it is a symbolic link")
     try:
@@ -129,8 +132,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         for entry in files.values():
             if type(entry["bytes"]) is not int or type(entry["sha256"]) is not str:
                 raise Unusable("its manifest is malformed")
-        if _render(manifest) != blob:
+        if type(manifest["owner"]) is not str or _render(manifest) != blob:
             raise Unusable("its manifest is not as it was written")
+        if owner not in (None, manifest["owner"]):
+            raise Unusable("it belongs to a run of other settings than config.json has")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Unusable(f"{MANIFEST}: {_explain(error)}") from None
     return dict(files)
@@ -147,12 +152,12 @@ def read_checked(path: Path, name: str, limit: int = MAX_FILE) -> bytes:
     return blob
 
 
-def verify_checkpoint(path: Path) -> str | None:
-    """Why this checkpoint cannot be used, or None. Reads every byte, keeps none."""
+def verify_checkpoint(path: Path, owner: str | None = None) -> str | None:
+    """Why ``owner``, or anybody, cannot use this checkpoint, or None. Reads every byte, keeps none."""
     try:
-        for name, expected in read_manifest(path).items():
+        for name, expected in read_manifest(path, owner).items():
             try:
-                size, digest = _hash_file(path / name)
+                size, digest = _hash_file(path / name, expected["bytes"])
             except OSError as error:
                 raise Unusable(f"{name}: {_explain(error)}") from None
             _compare(name, size, digest, expected)
@@ -161,10 +166,11 @@ def verify_checkpoint(path: Path) -> str | None:
     return None
 
 
-def _hash_file(path: Path) -> tuple[int, str]:
+def _hash_file(path: Path, expected: int) -> tuple[int, str]:
+    """Size and checksum; a file that is not of the expected size is not read."""
     descriptor, size = open_regular(path, MAX_FILE)
     with os.fdopen(descriptor, "rb") as file:
-        return size, hashlib.file_digest(file, "sha256").hexdigest()
+        return size, hashlib.file_digest(file, "sha256").hexdigest() if size == expected else ""
 
 
 def _compare(name: str, size: int, digest: str, expected: Mapping[str, Any]) -> None:
@@ -180,21 +186,29 @@ def _explain(error: BaseException) -> str:
     return str(error) if isinstance(error, OSError) else f"not valid ({type(error).__name__})"
 
 
-def walk_back(run: Path, load: Callable[[Path], T]) -> tuple[Path | None, T | None, list[str]]:
-    """The newest checkpoint that verifies and that ``load`` takes, what it gave, and a line for each one skipped."""
-    skipped: list[str] = []
-    for path in reversed(list_checkpoints(run)):
-        reason = verify_checkpoint(path)
+def walk_back(
+    run: Path, load: Callable[[Path], T], owner: str | None = None
+) -> tuple[Path | None, T | None, list[str]]:
+    """The newest checkpoint that verifies and that ``load`` takes, what it gave, and a line for each one skipped.
+
+    A trainer may be at work: one that it has retired meanwhile is as if never listed, and so the list is made anew.
+    """
+    seen: dict[Path, str] = {}
+    while True:
+        left = [path for path in list_checkpoints(run) if path not in seen]
+        if not left:
+            return None, None, [f"skipped {path.name}: {reason}" for path, reason in seen.items() if reason]
+        path = left[-1]
+        reason = verify_checkpoint(path, owner)
         if reason is None:
             try:
-                return path, load(path), skipped
+                return path, load(path), [f"skipped {old.name}: {why}" for old, why in seen.items() if why]
             except Unusable as error:
                 reason = str(error)
-        skipped.append(f"skipped {path.name}: {reason}")
-    return None, None, skipped
+        seen[path] = reason if os.path.lexists(path) else ""
 
 
-def find_checkpoint(run: Path) -> tuple[Path | None, list[str]]:
+def find_checkpoint(run: Path, owner: str | None = None) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that verifies, and a line for each that was skipped."""
-    path, _, skipped = walk_back(run, lambda path: path)
+    path, _, skipped = walk_back(run, lambda path: path, owner)
     return path, skipped

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import errno
 import importlib
 import os
 import sys
@@ -160,11 +161,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            print(f"bicovg: {error.filename!s:.60}... is too long for a file's name: shorten it", file=sys.stderr)
+            return UserError.exit_code
         sentence = storage_sentence(error)
         if sentence is None:
             raise
         print(f"bicovg: {sentence}", file=sys.stderr)
         return StorageError.exit_code
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        repair = "choose a smaller --train.batch_size, --model.width or --model.channels"
+        print(f"bicovg: there is not enough memory: {repair}", file=sys.stderr)
+        return UserError.exit_code
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether Python, or torch on a CPU or GPU, could not get the memory it asked for."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return bool(kinds & {"MemoryError", "OutOfMemoryError"}) or "allocate memory" in str(error)
 
 
 def dispatch(words: list[str]) -> int:
@@ -185,9 +201,12 @@ def dispatch(words: list[str]) -> int:
 
 
 def dispatch_train(args: argparse.Namespace) -> int:
-    config = Config() if args.resume else get_recipe(args.recipe or "digits")
+    resumes = args.resume is not None
+    if resumes and not args.resume:
+        raise UserError("--resume was given no run folder: name one, as in --resume runs/mine")
+    config = Config() if resumes else get_recipe(args.recipe or "digits")
     changes = split_overrides(args, config)
-    if args.resume:
+    if resumes:
         return int(load_handler("resume")(args, changes))
     return int(load_handler("train")(override(config, changes), args))
 

@@ -1,6 +1,7 @@
 """The commands that need torch: train, resume, eval, fuse, predict, compare, checkpoint."""
 
 import argparse
+import os
 import statistics
 import sys
 from dataclasses import replace
@@ -18,7 +19,8 @@ from bicovg.display import combined_rows, summary_table
 from bicovg.distributed import ALONE, Team, join_team
 from bicovg.errors import StorageError, UserError
 from bicovg.evaluation import report_fusion
-from bicovg.launching import MOVABLE, begin_run
+from bicovg.identity import MOVABLE, identify
+from bicovg.launching import begin_run
 from bicovg.report.command import finish_run
 from bicovg.runlog import expand_runs, read_config, read_summary, write_json
 from bicovg.stopping import RunLock, Stopper, StopRequested
@@ -183,23 +185,33 @@ def fuse_run(trainer: Trainer, args: argparse.Namespace) -> int:
 def checkpoint(args: argparse.Namespace) -> int:
     """``list`` what is there and how large, or ``verify`` every byte: 1 if one is damaged."""
     run = Path(args.run)
-    read_config(run)
+    owner = identify(read_config(run))
     found = list_checkpoints(run)
     if not found:
         raise UserError(f"{run} has no checkpoint yet: train it with `bicovg train --resume {run}`")
     damaged = 0
     for path in found:
+        words = size_in_words(path) if args.action == "list" else verify_checkpoint(path, owner)
+        if not os.path.lexists(path):
+            continue  # the run's own trainer has retired it since
         if args.action == "list":
-            size = sum(file.stat().st_size for file in path.iterdir() if file.is_file()) if path.is_dir() else 0
-            print(f"{path.name}  {size / 1e6:,.1f} MB")
+            print(f"{path.name}  {words}")
         else:
-            reason = verify_checkpoint(path)
-            damaged += reason is not None
-            print(f"{path.name}  {'every byte is as written' if reason is None else 'CANNOT BE USED: ' + reason}")
+            damaged += words is not None
+            print(f"{path.name}  {'every byte is as written' if words is None else 'CANNOT BE USED: ' + words}")
     if args.action == "verify":
-        newest, _ = find_checkpoint(run)
+        newest, _ = find_checkpoint(run, owner)
         print(f"--resume would use {newest.name if newest else 'none of them'}")
     return 1 if damaged else 0
+
+
+def size_in_words(path: Path) -> str:
+    """Of all files in a folder, as far as they are there."""
+    try:
+        size = sum(file.stat().st_size for file in path.iterdir() if file.is_file()) if path.is_dir() else 0
+    except FileNotFoundError:
+        size = 0
+    return f"{size / 1e6:,.1f} MB"
 
 
 def predict(args: argparse.Namespace) -> int:

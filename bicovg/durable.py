@@ -33,9 +33,14 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def leftover(path: Path) -> Path:
+    """What a process that dies in ``replace_file`` leaves behind."""
+    return path.with_name(f".{path.name}.tmp")
+
+
 def replace_file(path: Path, blob: bytes) -> None:
     """The old content or the new, whole, whatever happens."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = leftover(path)
     if os.path.lexists(temporary):
         os.unlink(temporary)
     write_synced(temporary, blob)
@@ -44,10 +49,16 @@ def replace_file(path: Path, blob: bytes) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line; not synced: what must survive is kept in the checkpoints too."""
+    """Add a line, whole or not at all; not synced: what must survive is kept in the checkpoints too."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _NO_LINK, 0o644)
     try:
-        os.write(descriptor, f"{line}\n".encode())
+        size, left = os.fstat(descriptor).st_size, memoryview(f"{line}\n".encode())
+        try:
+            while left:
+                left = left[os.write(descriptor, left) :]
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
     finally:
         os.close(descriptor)
 

@@ -20,6 +20,10 @@ class NonFiniteError(UserError):
     exit_code = 3
 
 
+class NonFiniteStateError(NonFiniteError):
+    """A weight, a buffer or the optimizer's state is NaN or Inf, and was not saved."""
+
+
 class StorageError(UserError):
     """The run folder could not be written: disk full, read-only, no permission."""
 

@@ -6,25 +6,9 @@ from pathlib import Path
 from bicovg.config import Config, override, walk_settings
 from bicovg.distributed import Team
 from bicovg.errors import UserError
-from bicovg.runlog import read_config
+from bicovg.identity import MOVABLE
+from bicovg.runlog import holds_nothing, read_config
 from bicovg.trainer import Trainer
-
-MOVABLE = {  # where, how fast and how safely a run goes on, which does not change what it computes
-    "data.root",
-    "data.prefetch",
-    "train.device",
-    "train.threads",
-    "train.engine",
-    "train.save_every",
-    "train.save_seconds",
-    "train.keep",
-    "train.nonfinite",
-    "train.processes",
-    "train.stages",
-    "train.cuts",
-    "train.queue_depth",
-    "train.timeout",
-}
 
 
 def begin_run(config: Config, out: str | None, team: Team) -> Trainer:
@@ -41,11 +25,10 @@ def begin_run(config: Config, out: str | None, team: Team) -> Trainer:
 
 
 def find_begun(config: Config, run: Path) -> bool:
-    """Whether this very run has begun in the folder; an empty one that was left behind is removed."""
+    """Whether this very run has begun in the folder."""
     if not run.exists():
         return False
-    if not any(run.iterdir()):
-        run.rmdir()
+    if holds_nothing(run):
         return False
     found, settings = read_config(run), {setting.path: setting.default for setting in walk_settings(config)}
     if override(found, {path: settings[path] for path in MOVABLE}) != config:
@@ -54,6 +37,6 @@ def find_begun(config: Config, run: Path) -> bool:
 
 
 def refuse_taken(run: Path) -> None:
-    """A new run needs a folder that is not there, or is empty."""
-    if os.path.lexists(run) and not (run.is_dir() and not any(run.iterdir())):
+    """A new run needs a folder that is not there, or holds nothing."""
+    if os.path.lexists(run) and not holds_nothing(run):
         raise UserError(f"--out {run} exists: choose another folder, or continue it with --resume {run}")

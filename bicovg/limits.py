@@ -36,12 +36,17 @@ def _allowed(value: Any, setting: Setting) -> bool:
     if isinstance(value, str | bool):
         return True
     return (
-        (abs(value) < 1 << 62 if isinstance(value, int) else math.isfinite(value))
+        bool(abs(value) < _largest(value))
         and value >= limits.get("low", -math.inf)
         and value > limits.get("above", -math.inf)
         and value <= limits.get("high", math.inf)
         and value < limits.get("below", math.inf)
     )
+
+
+def _largest(value: float) -> float:
+    """What an int64 or a float32 can hold."""
+    return 1 << 62 if isinstance(value, int) else 3e38
 
 
 def _sentence(value: Any, setting: Setting) -> str:
@@ -50,5 +55,7 @@ def _sentence(value: Any, setting: Setting) -> str:
         known = [str(choice) for choice in limits["choices"]]
         return f"is unknown{nearest(str(value), known)}: choose {', '.join(known[:-1])} or {known[-1]}"
     words = {"low": "at least", "above": "above", "high": "at most", "below": "below"}
-    bounds = [f"{words[name]} {bound}" for name, bound in limits.items()] or ["finite"]
+    bounds = [f"{words[name]} {bound}" for name, bound in limits.items()]
+    if not abs(value) < _largest(value):
+        bounds = [*(bound for bound in bounds if not bound.startswith("below")), f"below {_largest(value):g}"]
     return f"is out of range: it must be {' and '.join(bounds)}"

@@ -19,6 +19,7 @@ from bicovg.data.crops import resize_centre, to_planes
 from bicovg.durable import read_regular
 from bicovg.early_exit import predict_early
 from bicovg.errors import UserError
+from bicovg.identity import identify
 from bicovg.networks import LocalNetwork
 from bicovg.preparation import build_on, check_config, pick_device
 from bicovg.runlog import read_config, read_data, read_early_exit, read_summary
@@ -107,7 +108,7 @@ def load_run(run: Path, device: str) -> tuple[LocalNetwork, Config]:
     config = read_config(run)
     check_config(config)
     net = build_on(config, pick_device(device))
-    _, weights, _ = walk_back(run, lambda path: read_weights(path, net))
+    _, weights, _ = walk_back(run, lambda path: read_weights(path, net), identify(config))
     if weights is None:
         raise UserError(f"{run} has no usable checkpoint yet: train it with `bicovg train --resume {run}`")
     net.load_state_dict(weights)

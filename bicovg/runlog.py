@@ -17,7 +17,7 @@ from typing import Any
 
 from bicovg import run_schema
 from bicovg.config import Config, from_json, to_json
-from bicovg.durable import append_line, read_regular, replace_file, sync_folder
+from bicovg.durable import append_line, leftover, read_regular, replace_file, sync_folder
 from bicovg.errors import StorageError, UserError
 
 RESULTS = ("summary.json", "analysis.json", "early_exit.json", "report.html")
@@ -25,14 +25,14 @@ MAX_TEXT = 1 << 28
 
 
 def new_run_folder(config: Config, out: str | None) -> Path:
-    """Create ``out``, or ``runs/<recipe>-s<seed>-<time>``, and write config.json into it. It may exist, but empty."""
+    """Create ``out``, or ``runs/<recipe>-s<seed>-<time>``, and write config.json. It may exist, but hold nothing."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     path = Path(out) if out else Path("runs") / f"{config.recipe}-s{config.seed}-{stamp}"
     if out is None and path.exists():
         path = path.with_name(f"{path.name}-{os.getpid()}")
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
-        path.mkdir(parents=True, exist_ok=path.is_dir() and not any(path.iterdir()))
+        path.mkdir(parents=True, exist_ok=holds_nothing(path))
         for folder in missing:
             sync_folder(folder.parent)
         replace_file(path / "config.json", to_json(config).encode())
@@ -43,15 +43,25 @@ def new_run_folder(config: Config, out: str | None) -> Path:
     return path
 
 
+def holds_nothing(path: Path) -> bool:
+    """Whether a folder is empty, but for what a run leaves that died before it had a config.json."""
+    return path.is_dir() and all(inside == leftover(path / "config.json") for inside in path.iterdir())
+
+
 def drop_results(run: Path) -> None:
     """Remove what was made of the weights so far: training is about to change them."""
-    for name in RESULTS:
-        (run / name).unlink(missing_ok=True)
+    try:
+        for name in RESULTS:
+            (run / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot remove {error.filename}: {error.strerror}; move it away") from None
 
 
 def read_config(run: Path) -> Config:
     path = run / "config.json"
     if not os.path.lexists(path):
+        if holds_nothing(run):
+            raise UserError(f"{run} is an empty folder: begin a run in it with `bicovg train RECIPE --out {run}`")
         raise UserError(f"{run} is not a run folder: it has no config.json")
     text = _read_text(path)
     config = from_json(text, str(path))
@@ -69,9 +79,9 @@ def expand_runs(paths: Iterable[str]) -> list[Path]:
     return found
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path, strict: bool = True) -> str:
     try:
-        return read_regular(path, MAX_TEXT).decode()
+        return read_regular(path, MAX_TEXT).decode(errors="strict" if strict else "replace")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}; restore it") from None
     except UnicodeDecodeError:
@@ -227,16 +237,19 @@ class RunLog:
         """The line files as they stood at a checkpoint; of timing and events, what lies before it."""
         _replace(self.run / "metrics.jsonl", metrics)
         for name, key, limit in (("timing.jsonl", "epoch", epoch), ("events.jsonl", "step", step)):
-            records = [record or {} for record in _parse_lines(self.run / name)]
+            records = [record or {} for record in _parse_lines(self.run / name, strict=False)]
             kept = [record for record in records if isinstance(record.get(key), int) and record[key] < limit]
             if kept or (self.run / name).exists():
                 _replace(self.run / name, "".join(json.dumps(record) + "\n" for record in kept).encode())
 
 
-def _parse_lines(path: Path) -> list[dict[str, Any] | None]:
-    """Every whole line as a JSON object, None where it is none; a torn last line is left out."""
+def _parse_lines(path: Path, strict: bool = True) -> list[dict[str, Any] | None]:
+    """Every whole line as a JSON object, None where it is none; a torn last line is left out.
+
+    Unless ``strict``, what is not text is no object either, instead of an error.
+    """
     records: list[dict[str, Any] | None] = []
-    for line in _read_text(path).split("\n")[:-1] if path.exists() else ():
+    for line in _read_text(path, strict).split("\n")[:-1] if path.exists() else ():
         try:
             record = json.loads(line) if _is_writable(line) else None
         except (ValueError, RecursionError):

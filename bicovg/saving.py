@@ -16,10 +16,11 @@ class Saver:
 
     Args:
         seconds: time after which the next checkpoint is due; 0 for never.
+        owner: whose they are (``identify``).
     """
 
-    def __init__(self, run: Path, keep: int, seconds: float) -> None:
-        self.run, self.keep, self.seconds = run, keep, seconds
+    def __init__(self, run: Path, keep: int, seconds: float, owner: str = "") -> None:
+        self.run, self.keep, self.seconds, self.owner = run, keep, seconds, owner
         self._pool = ThreadPoolExecutor(1, "bicovg-saver")
         self._writing: Future[Path] | None = None
         self._last_time = time.monotonic()
@@ -51,7 +52,7 @@ class Saver:
 
     def _write(self, snapshot: Snapshot) -> Path:
         try:
-            return write_checkpoint(self.run, snapshot.name, snapshot.files(), self.keep)
+            return write_checkpoint(self.run, snapshot.name, snapshot.files(), self.keep, self.owner)
         except OSError as error:
             raise StorageError(
                 f"cannot save {snapshot.name} in {self.run}: {error.strerror or error}; the last good checkpoint is "

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from bicovg.checkpoint import METRICS, MODEL, OPTIMIZER, PROGRESS, Blob, Unusable, checkpoint_name, read_checked
-from bicovg.errors import NonFiniteError, UserError
+from bicovg.errors import NonFiniteStateError, UserError
 from bicovg.networks import LocalNetwork
 from bicovg.tensorfile import assemble_tensors
 
@@ -94,7 +94,7 @@ class Snapshot:
         self.wait()
         for name, tensor in (*self.model.items(), *self.moments.items()):
             if tensor.is_floating_point() and not tensor.isfinite().all():
-                raise NonFiniteError(f"{name} is not finite at step {self.progress['step']}: it was not saved")
+                raise NonFiniteStateError(f"{name} is not finite at step {self.progress['step']} and was not saved")
         return {
             MODEL: assemble_tensors(self.model),
             OPTIMIZER: assemble_tensors(self.moments),
@@ -118,7 +118,11 @@ def read_tensors(path: Path, name: str, limit: int) -> dict[str, Tensor]:
     """The tensors of one file of a checkpoint; ``Unusable`` if it is damaged or larger than ``limit`` bytes."""
     blob = read_checked(path, name, limit)
     try:
-        return load(blob)
+        found = load(blob)
+        for key, tensor in found.items():
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                raise Unusable(f"{key!r:.80} in {name} is not finite")
+        return found
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
         raise Unusable(f"{name} is malformed ({type(error).__name__})") from None
 

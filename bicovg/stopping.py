@@ -54,7 +54,13 @@ class Stopper:
         if self.exit_code == 0:
             self.reason, self.exit_code = signal.Signals(number).name, 128 + number
         if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGINT, self._leave)
+
+    def _leave(self, number: int, frame: FrameType | None) -> None:
+        """The second Ctrl-C: nothing is waited for, as every file is whole at any moment."""
+        os.write(1, b"\x1b[?25h" if os.isatty(1) else b"")  # a display may have hidden the cursor
+        os.write(2, b"bicovg: interrupted\n")
+        os._exit(128 + number)
 
     def wish(self) -> int:
         """0, or why this process wishes to stop: the exit code of its signal, or TIME_UP."""

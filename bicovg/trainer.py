@@ -1,5 +1,6 @@
 """Epochs, evaluation, logging, checkpoints, resume."""
 
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -17,9 +18,10 @@ from bicovg.data.splits import Splits, load_splits, make_loaders
 from bicovg.display import Display
 from bicovg.distributed import ALONE, Team
 from bicovg.engine import make_engine
-from bicovg.errors import NonFiniteError, UserError
+from bicovg.errors import NonFiniteError, NonFiniteStateError, UserError
 from bicovg.evaluation import collect_logits, gather_logits
 from bicovg.guard import NonFinite
+from bicovg.identity import identify
 from bicovg.networks import LocalNetwork
 from bicovg.optim import make_optimizers
 from bicovg.preparation import build_on, check_config, check_fit, pick_device, set_up_process
@@ -73,6 +75,15 @@ class Trainer:
         set_up_process(config)
         device = pick_device(config.train.device)
         lock = RunLock(run) if team.leads else None
+        try:
+            return cls._resume(run, config, device, lock, team)
+        except BaseException:
+            if lock is not None:
+                lock.release()
+            raise
+
+    @classmethod
+    def _resume(cls, run: Path, config: Config, device: torch.device, lock: RunLock | None, team: Team) -> "Trainer":
         net, splits = build_on(config, device), load_splits(config.data)
         check_fit(config, splits, net, team)
         trainer = cls(config, run, net, splits, device, lock=lock, team=team)
@@ -80,7 +91,7 @@ class Trainer:
         if not team.leads:
             trainer._follow(team.tell(""))
             return trainer
-        path, metrics, skipped = walk_back(run, trainer._load)
+        path, metrics, skipped = walk_back(run, trainer._load, identify(config))
         print("".join(f"{line}\n" for line in skipped), end="")
         if path is None and skipped:
             repair = f"restore one, or move {run / FOLDER} away to begin anew"
@@ -97,7 +108,9 @@ class Trainer:
         device = pick_device(config.train.device)
         set_up_process(config)
         net = build_on(config, device)
-        path, weights, skipped = walk_back(run, lambda path: (read_weights(path, net), read_progress(path)))
+        path, weights, skipped = walk_back(
+            run, lambda path: (read_weights(path, net), read_progress(path)), identify(config)
+        )
         print("".join(f"{line}\n" for line in skipped), end="")
         if path is None or weights is None:
             raise UserError(f"{run} has no usable checkpoint yet: train it with `bicovg train --resume {run}`")
@@ -109,7 +122,8 @@ class Trainer:
     def _make_ready(self) -> None:
         self.team.copy_leader((*self.net.parameters(), *self.net.buffers()))
         self.log = RunLog(self.run, writes=self.team.leads)
-        self.saver = Saver(self.run, self.config.train.keep, self.config.train.save_seconds)
+        train = self.config.train
+        self.saver = Saver(self.run, train.keep, train.save_seconds, identify(self.config))
         self.optimizers = make_optimizers(self.net, self.config.optim, self.device)
         # sum of the finite losses of each exit since the epoch began, and their number
         self.losses = torch.zeros(2, len(self.net.exits), dtype=torch.float64, device=self.device)
@@ -119,7 +133,9 @@ class Trainer:
 
     def _load(self, checkpoint: Path) -> bytes:
         """Take a checkpoint's state; returns the metrics up to it. Nothing has changed where it is Unusable."""
-        metrics = read_checked(checkpoint, METRICS)
+        metrics, epochs = read_checked(checkpoint, METRICS), read_progress(checkpoint).epoch
+        if metrics.count(b"\n") != epochs or not metrics.endswith(b"\n" if epochs else b""):
+            raise Unusable(f"its {METRICS} does not hold one line for each of {epochs} epochs")
         self.progress = load_state(
             checkpoint, self.net, self.optimizers, self.losses, self.config.train.epochs, len(self.loaders["train"])
         )
@@ -148,26 +164,43 @@ class Trainer:
         self.stopper = stopper or self.stopper
         self._begun = time.monotonic() - self.progress.seconds
         try:
-            with Display(self.config, self.net.exits, self.engine.name) as display:
-                while self.progress.epoch < self.config.train.epochs:
-                    self._train_epoch(display)
-                    self._close_epoch(display)
-            self.save(wait=True)
-            summary = keep_fusions(self.run, self.summarise())
-            if self.team.leads:
-                write_json(self.run / "summary.json", summary)
-            return summary
-        except StopRequested:
-            self.save(wait=True)
-            raise
+            try:
+                return self._run_to_the_end()
+            except StopRequested:
+                self.save(wait=True)
+                raise
         except NonFiniteError as error:
             self._note_events()
-            raise NonFiniteError(
-                f"{error}: lower --optim.lr or set --train.clip_norm in a new run, or go on without such steps by "
-                f"`bicovg train --resume {self.run} --train.nonfinite skip`"
-            ) from None
+            raise NonFiniteError(f"{error}: {self._advise(error)}") from None
         finally:
+            self._close()
+
+    def _run_to_the_end(self) -> dict[str, Any]:
+        with Display(self.config, self.net.exits, self.engine.name) as display:
+            while self.progress.epoch < self.config.train.epochs:
+                self._train_epoch(display)
+                self._close_epoch(display)
+        self.save(wait=True)
+        summary = keep_fusions(self.run, self.summarise())
+        if self.team.leads:
+            write_json(self.run / "summary.json", summary)
+        return summary
+
+    def _advise(self, error: NonFiniteError) -> str:
+        """What to do about it: skipping steps mends neither weights that are bad already nor a run that does so."""
+        new = "lower --optim.lr or set --train.clip_norm in a new run"
+        if isinstance(error, NonFiniteStateError) or self.config.train.nonfinite == "skip":
+            return f"{new}; `bicovg train --resume {self.run}` goes on from the last good checkpoint"
+        return f"{new}, or go on without such steps by `bicovg train --resume {self.run} --train.nonfinite skip`"
+
+    def _close(self) -> None:
+        failure = sys.exc_info()[1]
+        try:
             self.saver.close()
+        except NonFiniteError:
+            if not isinstance(failure, NonFiniteError):  # else the same fault, met again where it was to be saved
+                raise
+        finally:
             if self.lock is not None:
                 self.lock.release()
 

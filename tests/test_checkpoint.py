@@ -1,8 +1,10 @@
 """Checkpoints: whole or absent, verified byte for byte, walked back from when damaged; two are always kept."""
 
+import errno
 import json
 import os
 import random
+import shutil
 import threading
 import time
 
@@ -10,12 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
+from bicovg import checkpoint as checkpoint_module
 from bicovg import local_network, tensorfile
 from bicovg.checkpoint import (
     FILES,
     MANIFEST,
     MODEL,
     OPTIMIZER,
+    SCHEMA,
     Unusable,
     checkpoint_name,
     find_checkpoint,
@@ -25,7 +29,7 @@ from bicovg.checkpoint import (
     walk_back,
     write_checkpoint,
 )
-from bicovg.durable import append_line, discard, read_regular, replace_file
+from bicovg.durable import append_line, read_regular, replace_file
 from bicovg.errors import NonFiniteError, StorageError, UserError
 from bicovg.saving import Saver
 from bicovg.state import Progress, Snapshot, load_state, load_weights
@@ -168,9 +172,91 @@ def test_checkpoints_behind_a_link_are_neither_read_nor_written(tmp_path):
     real.mkdir()
     write(real, 1)
     (run / "checkpoints").symlink_to(real / "checkpoints")
-    assert list_checkpoints(run) == []
-    with pytest.raises(StorageError, match="symbolic link"):
-        write(run, 2)
+    for attempt in (lambda: list_checkpoints(run), lambda: find_checkpoint(run), lambda: write(run, 2)):
+        with pytest.raises(StorageError, match="symbolic link: move the checkpoints into their run folder"):
+            attempt()
+
+
+def test_a_file_in_place_of_the_checkpoints_is_not_taken_for_none_yet(tmp_path):
+    (tmp_path / "checkpoints").touch()
+    for attempt in (lambda: list_checkpoints(tmp_path), lambda: write(tmp_path, 2)):
+        with pytest.raises(StorageError, match="is not a folder: move it away"):
+            attempt()
+
+
+def test_checkpoints_of_another_run_neither_count_nor_stand_in_for_ones_own(tmp_path):
+    run, other = tmp_path / "run", tmp_path / "other"
+    for folder in (run, other):
+        folder.mkdir()
+    write(run, 12, owner="ours")
+    for step in (16, 17):
+        shutil.copytree(write(other, step, owner="theirs"), run / "checkpoints" / checkpoint_name(step, 0))
+    write(run, 13, owner="ours")
+    assert find_checkpoint(run, "ours")[0].name == checkpoint_name(13, 0)
+    assert verify_checkpoint(run / "checkpoints" / checkpoint_name(12, 0), "ours") is None
+    reason = verify_checkpoint(run / "checkpoints" / checkpoint_name(17, 0), "ours")
+    assert reason == "it belongs to a run of other settings than config.json has"
+    assert verify_checkpoint(write(run, 17, owner="ours"), "ours") is None
+    assert find_checkpoint(run, "ours")[0].name == checkpoint_name(17, 0)
+
+
+def test_a_file_of_the_wrong_size_is_not_read(tmp_path):
+    path = write(tmp_path, 1)
+    os.truncate(path / MODEL, 15 << 30)
+    begun = time.monotonic()
+    assert verify_checkpoint(path) == f"{MODEL} has {15 << 30} bytes, the manifest says 19"
+    assert time.monotonic() - begun < 1
+
+
+def test_one_that_is_retired_while_it_is_read_is_as_if_never_listed(tmp_path, monkeypatch):
+    for step in (1, 2):
+        write(tmp_path, step)
+    plain = checkpoint_module.verify_checkpoint
+
+    def verify_late(path, owner=None):
+        if path.name == checkpoint_name(2, 0):  # meanwhile the trainer goes on, twice
+            monkeypatch.setattr(checkpoint_module, "verify_checkpoint", plain)
+            for step in (3, 4):
+                write(tmp_path, step)
+        return plain(path, owner)
+
+    monkeypatch.setattr(checkpoint_module, "verify_checkpoint", verify_late)
+    assert find_checkpoint(tmp_path) == (tmp_path / "checkpoints" / checkpoint_name(4, 0), [])
+
+
+def test_a_line_is_added_whole_or_not_at_all(tmp_path, monkeypatch):
+    path, plain, room = tmp_path / "metrics.jsonl", os.write, [9]
+    append_line(path, '{"epoch": 0}')
+
+    def write_some(descriptor, blob):
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        done = plain(descriptor, bytes(blob[: room[0]]))
+        room[0] -= done
+        return done
+
+    monkeypatch.setattr(os, "write", write_some)
+    with pytest.raises(OSError, match="No space left"):
+        append_line(path, '{"epoch": 1}')
+    assert path.read_text() == '{"epoch": 0}\n'
+    room[0] = 9
+    monkeypatch.setattr(os, "write", lambda descriptor, blob: plain(descriptor, bytes(blob[:5])))
+    append_line(path, '{"epoch": 1}')
+    assert path.read_text() == '{"epoch": 0}\n{"epoch": 1}\n'
+
+
+@pytest.mark.parametrize("place", [MODEL, OPTIMIZER])
+def test_a_checkpoint_with_a_value_that_is_not_finite_is_not_taken(place, tmp_path):
+    net, optimizers, losses, taken = snapshot(tmp_path)
+    files = dict(taken.files())
+    tensors = load(bytes(files[place]))
+    name = next(key for key, tensor in tensors.items() if tensor.is_floating_point() and tensor.dim() > 1)
+    tensors[name].view(-1)[0] = torch.inf
+    files[place] = assemble_tensors(tensors)
+    path = write_checkpoint(tmp_path, taken.name, files)
+    assert verify_checkpoint(path) is None
+    with pytest.raises(Unusable, match="is not finite"):
+        load_state(path, net, optimizers, losses, 3, 4)
 
 
 def test_state_comes_back_bit_for_bit(tmp_path):
@@ -274,22 +360,28 @@ def test_a_checkpoint_holds_plain_tensors_and_json_alone(tmp_path):
     path = write_checkpoint(tmp_path, taken.name, taken.files())
     assert sorted(os.listdir(path)) == sorted([*FILES, MANIFEST])
     assert all(isinstance(key, str) for name in (MODEL, OPTIMIZER) for key in load(read_checked(path, name)))
-    assert json.loads((path / MANIFEST).read_text())["schema"] == 2
+    assert json.loads((path / MANIFEST).read_text())["schema"] == SCHEMA
 
 
 def test_the_saver_reports_a_failed_write_and_keeps_the_last_good_one(tmp_path):
-    saver = Saver(tmp_path, keep=2, seconds=0)
-    _, _, _, taken = snapshot(tmp_path)
+    run = tmp_path / "run"
+    run.mkdir()
+    saver = Saver(run, keep=2, seconds=0)
+    _, _, _, taken = snapshot(run)
     saver.save(taken)
     saver.wait()
-    _, _, _, later = snapshot(tmp_path, step=2)
-    discard(tmp_path / "checkpoints" / f".partial-{later.name}")
-    (tmp_path / "checkpoints").rename(tmp_path / "aside")
-    (tmp_path / "checkpoints").write_text("in the way")
+    _, _, _, later = snapshot(run, step=2)
+    run.rename(tmp_path / "aside")
     saver.save(later)
     with pytest.raises(StorageError, match=r"cannot save step-000000002.*go on with `bicovg train --resume"):
+        saver.wait()
+    (tmp_path / "aside").rename(run)
+    (run / "checkpoints").rename(run / "aside")
+    (run / "checkpoints").write_text("in the way")
+    saver.save(later)
+    with pytest.raises(StorageError, match="is not a folder: move it away"):
         saver.close()
-    assert verify_checkpoint(tmp_path / "aside" / taken.name) is None
+    assert verify_checkpoint(run / "aside" / taken.name) is None
 
 
 def test_the_saver_is_due_by_time_and_never_when_told_so(tmp_path):

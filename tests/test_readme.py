@@ -88,7 +88,9 @@ def test_recipe_table_agrees_with_the_recipes() -> None:
 
 
 def test_measured_figures_are_those_of_the_records() -> None:
-    rows = [[cell.strip("` ") for cell in line.split("|")[1:-1]] for line in README.splitlines() if "+-" in line]
+    """The table of the digits; those between marks are made from records, which another test sees to."""
+    lines = re.sub(r"<!-- table: .*?<!-- end of table -->", "", README, flags=re.DOTALL).splitlines()
+    rows = [[cell.strip("` ") for cell in line.split("|")[1:-1]] for line in lines if "+-" in line]
     curves = {}
     for name, *cells in rows:
         runs = json.loads((ROOT / "records" / name / "record.json").read_text())["runs"]
@@ -97,6 +99,7 @@ def test_measured_figures_are_those_of_the_records() -> None:
         columns += [[run["mean"]["top1"] for run in runs], [run["fusion"]["train"]["top1"] for run in runs]]
         assert cells == [f"{fmean(column):.2f} +- {stdev(column):.2f}" for column in columns]
         curves[name] = [fmean(column) for column in columns[:4]]
+    assert set(curves) == {"digits", "digits-per-channel"}
     shallow, deep = mean_gain(curves["digits-per-channel"], curves["digits"])
     assert f"SG {shallow:+.2f}, DG {deep:+.2f} points" in README
 

@@ -7,6 +7,7 @@ import pytest
 
 from bicovg.config import Config, to_json
 from bicovg.errors import StorageError, UserError
+from bicovg.launching import find_begun, refuse_taken
 from bicovg.runlog import RunLog, new_run_folder, read_config, read_data, read_lines, read_summary, write_json
 
 SUMMARY = {
@@ -79,7 +80,21 @@ def test_a_run_folder_is_new_and_complete_from_the_start(tmp_path):
 
 def test_an_empty_folder_that_a_crash_left_behind_is_taken(tmp_path):
     (tmp_path / "run").mkdir()
+    with pytest.raises(UserError, match=r"is an empty folder: begin a run in it with `bicovg train RECIPE --out"):
+        read_config(tmp_path / "run")
+    (tmp_path / "run" / ".config.json.tmp").write_text("{")  # killed before it was renamed
+    with pytest.raises(UserError, match="is an empty folder"):
+        read_config(tmp_path / "run")
+    refuse_taken(tmp_path / "run")
+    assert not find_begun(Config(seed=3), tmp_path / "run")
     assert read_config(new_run_folder(Config(seed=3), str(tmp_path / "run"))) == Config(seed=3)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
+
+
+def test_timing_that_is_no_text_does_not_stop_a_run_from_going_on(tmp_path):
+    (tmp_path / "timing.jsonl").write_bytes(b'{"epoch": 0}\n\xff\xfe\n')
+    RunLog(tmp_path).restore(b"", epoch=1, step=4)
+    assert read_lines(tmp_path, "timing.jsonl") == [{"epoch": 0}]
 
 
 def test_a_file_where_the_run_folder_should_be_is_a_storage_error(tmp_path):
@@ -91,7 +106,7 @@ def test_a_file_where_the_run_folder_should_be_is_a_storage_error(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "is not a run folder"),
+        (None, "is an empty folder"),
         (b"{", "is not valid JSON"),
         (b"\xff\xfe", "is not text"),
         (b"[]", "must be an object"),

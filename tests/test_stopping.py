@@ -30,11 +30,20 @@ def test_the_first_signal_decides_the_exit_code():
     assert stopper.exit_code == 138
 
 
-def test_a_second_interrupt_ends_at_once():
-    with Stopper():
-        os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+def test_a_second_interrupt_ends_at_once_whatever_other_threads_do():
+    code = (
+        "import os, signal, threading, time, bicovg.stopping as s\n"
+        "with s.Stopper() as stopper:\n"
+        "    threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    print(stopper.exit_code, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(60)\n"
+    )
+    begun = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "130\n", "bicovg: interrupted\n")
+    assert time.monotonic() - begun < 30
 
 
 def test_handlers_are_put_back():

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from bicovg.checkpoint import FILES, MANIFEST, METRICS, make_manifest
 from bicovg.cli import main
 from bicovg.config import Config, from_json, override
 from bicovg.data.splits import load_splits
 from bicovg.errors import NonFiniteError
 from bicovg.recipes import get_recipe
 from bicovg.runlog import read_lines
+from bicovg.stopping import Stopper
 from bicovg.trainer import Trainer
 
 # 512 training images of 4 classes in 4 steps an epoch; dropout and augmentation on, so that their draws count
@@ -250,3 +252,116 @@ def test_an_epoch_of_skipped_steps_alone_ends_the_run(tmp_path: Path) -> None:
         next(trainer.net.parameters()).fill_(torch.nan)
     with pytest.raises(NonFiniteError, match="every step of epoch 1 was skipped"):
         trainer.train()
+
+
+def test_bad_weights_are_told_apart_from_bad_steps_also_when_a_stop_meets_them(tmp_path: Path) -> None:
+    """Skipping steps mends neither; a guard's own sentence is not lost to the saver's."""
+    advice = "goes on from the last good checkpoint"
+    for number, (stops, changes, sentence) in enumerate(
+        (
+            (True, {}, r"was not finite at step 0.*--train\.nonfinite skip"),
+            (False, {"train__save_seconds": 1e-9}, r"was not finite at step 0.*--train\.nonfinite skip"),
+            (True, {"train__nonfinite": "skip"}, rf"is not finite at step 1 and was not saved: lower .* {advice}"),
+        )
+    ):
+        trainer = Trainer.start(tiny(**changes), str(tmp_path / f"run{number}"))
+        with torch.no_grad():
+            next(trainer.net.parameters()).view(-1)[0] = torch.nan
+        with pytest.raises(NonFiniteError, match=sentence):
+            trainer.train(Stopper(1e-9) if stops else None)
+
+
+def test_a_config_that_was_changed_by_hand_does_not_go_on_as_if_nothing_were(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(["train", "digits", *words(TINY), "--out", str(run), "--max-seconds", "1e-9"]) == 0
+    whole = (run / "config.json").read_text()
+    for before, after in (('"seed": 0', '"seed": 1'), ('"epochs": 3', '"epochs": 4')):
+        assert before in whole
+        (run / "config.json").write_text(whole.replace(before, after, 1))
+        assert main(["train", "--resume", str(run)]) == 2
+        assert "it belongs to a run of other settings than config.json has" in capsys.readouterr().out
+    (run / "config.json").write_text(whole)
+    assert main(["train", "--resume", str(run), "--train.threads", "1", "--train.keep", "3"]) == 0
+
+
+def test_a_linked_checkpoint_folder_costs_a_finished_run_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(["train", "digits", *words(TINY), "--out", str(run)]) == 0
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    (run / "checkpoints").rename(tmp_path / "aside")
+    (run / "checkpoints").symlink_to(tmp_path / "aside")
+    for command in (["train", "--resume", str(run)], ["checkpoint", "list", str(run)], ["eval", str(run)]):
+        assert main(command) == 4
+        assert "symbolic link: move the checkpoints into their run folder" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file() and path.name != "lock"} == {
+        name: blob for name, blob in before.items() if name != "lock"
+    }
+
+
+def test_a_checkpoint_whose_metrics_are_torn_is_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert main(["train", "digits", *words(TINY), "--out", str(run)]) == 0
+    newest, older = sorted((run / "checkpoints").iterdir())[::-1]
+    files = {name: (newest / name).read_bytes() for name in FILES}
+    files[METRICS] = files[METRICS][:-9]
+    owner = json.loads((newest / MANIFEST).read_text())["owner"]
+    (newest / METRICS).write_bytes(files[METRICS])
+    (newest / MANIFEST).write_bytes(make_manifest(files, owner))
+    assert main(["train", "--resume", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert f"skipped {newest.name}: its {METRICS} does not hold one line for each of 3 epochs" in shown
+    assert f"resuming {run} from {older.name}" in shown
+    assert len(read_lines(run, "metrics.jsonl")) == 3
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (["train", "--resume", ""], "--resume was given no run folder"),
+        (["train", "digits", "--out", "x" * 300], "is too long for a file's name: shorten it"),
+        (["report", "x" * 300], "is too long for a file's name: shorten it"),
+        (
+            ["train", "digits", "--optim.lr", "1e300"],
+            "--optim.lr 1e+300 is out of range: it must be at least 0 and below 3e+38",
+        ),
+        (["train", "digits", "--fusion.lr", "1e300"], "--fusion.lr 1e+300 is out of range"),
+        (["train", "digits", "--seed", str(1 << 62)], "is out of range: it must be"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(
+    command: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(command) == 2
+    shown = capsys.readouterr().err
+    assert sentence in shown
+    assert shown.count("\n") == 1
+    assert not any(tmp_path.iterdir())
+
+
+def test_too_little_memory_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def build(*_: Any) -> None:
+        torch.empty(1 << 58, dtype=torch.uint8)
+
+    monkeypatch.setattr("bicovg.trainer.build_on", build)
+    assert main(["train", "digits", *words(TINY)]) == 2
+    assert "there is not enough memory: choose a smaller --train.batch_size" in capsys.readouterr().err
+    monkeypatch.setattr("bicovg.trainer.build_on", lambda *_: (_ for _ in ()).throw(RuntimeError("a bug")))
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["train", "digits", *words(TINY)])
+
+
+def test_a_folder_in_a_results_place_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert main(["train", "digits", *words(TINY), "--out", str(run), "--max-seconds", "1e-9"]) == 0
+    (run / "summary.json").mkdir()
+    assert main(["train", "--resume", str(run)]) == 4
+    assert "cannot remove" in capsys.readouterr().err

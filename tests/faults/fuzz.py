@@ -94,6 +94,7 @@ class Target:
         shutil.copytree(run, scratch)
         self.checkpoint = list_checkpoints(scratch)[-1]
         self.whole = {name: (self.checkpoint / name).read_bytes() for name in (*FILES, MANIFEST)}
+        self.owner = json.loads(self.whole[MANIFEST])["owner"]
         self.config_text = (scratch / "config.json").read_text()
         self.config = from_json(self.config_text)
         self.net = build_on(self.config, torch.device("cpu"))
@@ -104,7 +105,7 @@ class Target:
         (self.checkpoint / name).write_bytes(blob)
         if sealed:
             files = {file: (self.checkpoint / file).read_bytes() for file in FILES}
-            (self.checkpoint / MANIFEST).write_bytes(make_manifest(files))
+            (self.checkpoint / MANIFEST).write_bytes(make_manifest(files, self.owner))
 
     def restore(self):
         for name, blob in self.whole.items():

@@ -17,7 +17,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the
 
 import torch
 
-from bicovg.checkpoint import MODEL, OPTIMIZER, find_checkpoint
+from bicovg.checkpoint import METRICS, MODEL, OPTIMIZER, find_checkpoint
 from bicovg.config import override
 from bicovg.data.splits import load_splits, make_loaders
 from bicovg.engine import make_engine
@@ -135,11 +135,22 @@ class StopAt(Stopper):
         return TIME_UP if self.step <= 0 else 0
 
 
-def resumed(folder, small, precision):
+RESUMED = [
+    ("strict", "interleaved", "float32"),
+    *(
+        (scope, s, "bfloat16")
+        for scope in ("strict", "hgb", "grouped", "end-to-end")
+        for s in ("interleaved", "summed")
+    ),
+]
+
+
+def resumed(folder, small, scope, schedule, precision):
     """Whether a run stopped in the middle of an epoch ends with the bits of one that was not (deterministic mode)."""
-    folder = f"{folder}/{precision}"
+    folder = f"{folder}/{scope}-{schedule}-{precision}"
     changes = {"train.device": DEVICE, "train.epochs": 2, "train.deterministic": True, "fusion.steps": 2}
-    changes["train.precision"] = precision
+    changes |= {"train.precision": precision, "train.schedule": schedule, "model.scope": scope, "model.group_size": 2}
+    changes |= {"model.alignment": scope != "strict", "train.clip_norm": 1.0 if schedule == "interleaved" else None}
     config = override(get_recipe("digits"), changes | ({"model.width": 0.25} if small else {}))
     whole = Trainer.start(config, f"{folder}/whole")
     whole.train()
@@ -150,8 +161,8 @@ def resumed(folder, small, precision):
     except StopRequested:
         Trainer.resume(part.run, config).train()
     ends = [find_checkpoint(Path(folder) / name)[0] for name in ("whole", "part")]
-    same = {name: len({(end / name).read_bytes() for end in ends}) == 1 for name in (MODEL, OPTIMIZER)}
-    return {"engine": whole.engine.name, **same}
+    same = {name: len({(end / name).read_bytes() for end in ends}) == 1 for name in (MODEL, OPTIMIZER, METRICS)}
+    return {"scope": scope, "schedule": schedule, "precision": precision, "engine": whole.engine.name, **same}
 
 
 def main(words):
@@ -165,7 +176,7 @@ def main(words):
                 "digits" if small else "cifar100-bicovg", *((10, 2) if small else (300, 9))
             ),
             "saving": lambda: saving_cost(recipe, *((10, 1) if small else (390, 3))),
-            "resumed": lambda: [resumed(folder, small, precision) for precision in ("float32", "bfloat16")],
+            "resumed": lambda: [resumed(folder, small, *kind) for kind in RESUMED],
         }
         unknown = set(words) - set(parts) - {"small"}
         assert not unknown, f"no such part: {unknown}"

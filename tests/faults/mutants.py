@@ -11,7 +11,7 @@ MUTANTS = [
     (
         "rename before the manifest's fsync",
         "bicovg/checkpoint.py",
-        """    write_synced(partial / MANIFEST, make_manifest(files))
+        """    write_synced(partial / MANIFEST, make_manifest(files, owner))
     sync_folder(partial)
     if os.path.lexists(final):  # one of this name that did not verify
         os.rename(final, refused)
@@ -21,7 +21,7 @@ MUTANTS = [
     if os.path.lexists(final):  # one of this name that did not verify
         os.rename(final, refused)
     os.rename(partial, final)
-    write_synced(final / MANIFEST, make_manifest(files))
+    write_synced(final / MANIFEST, make_manifest(files, owner))
 """,
         POWER_LOSS,
         "is torn",
@@ -41,7 +41,7 @@ MUTANTS = [
         "bicovg/checkpoint.py",
         """    os.rename(partial, final)
     sync_folder(folder)
-    reason = verify_checkpoint(final)
+    reason = verify_checkpoint(final, owner)
 """,
         """    for path in list_checkpoints(run)[: 1 - keep]:
         os.rename(path, folder / f".trash-{path.name}")
@@ -49,7 +49,7 @@ MUTANTS = [
         discard(folder / f".trash-{path.name}")
     os.rename(partial, final)
     sync_folder(folder)
-    reason = verify_checkpoint(final)
+    reason = verify_checkpoint(final, owner)
 """,
         POWER_LOSS,
         "are left of",
@@ -57,10 +57,10 @@ MUTANTS = [
     (
         "delete the old although the new does not verify",
         "bicovg/checkpoint.py",
-        """    reason = verify_checkpoint(final)
+        """    reason = verify_checkpoint(final, owner)
     if reason is not None:
         raise""",
-        """    reason = verify_checkpoint(final)
+        """    reason = verify_checkpoint(final, owner)
     for path in list_checkpoints(run)[: 1 - keep]:
         discard(path)
     if reason is not None:

@@ -24,8 +24,11 @@ VARIANTS = {
         ("hgb", "summed", "adamw", "none", "true"),
         ("grouped", "interleaved", "adamw", "1.0", "true"),
         ("end-to-end", "summed", "sgd", "none", "false"),
+        ("grouped", "summed", "sgd", "none", "true"),
+        ("end-to-end", "interleaved", "adamw", "1.0", "false"),
     )
 }
+VARIANTS["hgb-summed-global"] = [*VARIANTS["hgb-summed"], "--train.clip_norm", "1.0", "--train.clip_scope", "global"]
 
 
 def count(full, in_ci):

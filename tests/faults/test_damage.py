@@ -27,6 +27,8 @@ from bicovg.checkpoint import (
     make_manifest,
     verify_checkpoint,
 )
+from bicovg.identity import identify
+from bicovg.runlog import read_config
 
 VARIANT = "strict-interleaved"
 
@@ -51,11 +53,12 @@ def copy_run(source, target):
 def reseal(checkpoint):
     """Make the manifest agree with whatever the files hold now: damage that checksums cannot see."""
     files = {name: (checkpoint / name).read_bytes() for name in FILES}
-    (checkpoint / MANIFEST).write_bytes(make_manifest(files))
+    owner = json.loads((checkpoint / MANIFEST).read_text())["owner"]
+    (checkpoint / MANIFEST).write_bytes(make_manifest(files, owner))
 
 
 def assert_walks_back(run, older, newest):
-    found, skipped = find_checkpoint(run)
+    found, skipped = find_checkpoint(run, identify(read_config(run)))
     assert found == older, f"{newest.name} was taken although it is damaged"
     assert len(skipped) == 1
     assert newest.name in skipped[0]

@@ -26,10 +26,10 @@ def check_what_holds_anywhere(result):
     assert planted["kept_bits"]
     assert planted["message"].startswith("the loss or gradient of block 2 was not finite at step ")
     assert f"at step {planted['first_step']};" in planted["message"]
-    assert len(result["resumed"]) == 2
+    assert len({(one["scope"], one["schedule"]) for one in result["resumed"]}) == 8
     for resumed in result["resumed"]:
-        assert resumed["model.safetensors"], resumed
-        assert resumed["optimizer.safetensors"], resumed
+        for name in ("model.safetensors", "optimizer.safetensors", "metrics.jsonl"):
+            assert resumed[name], resumed
 
 
 def test_the_measuring_script_works_on_any_device():
@@ -41,7 +41,7 @@ def test_the_guard_costs_under_one_percent_and_saving_under_two():
     result = measure()
     print(json.dumps(result))
     check_what_holds_anywhere(result)
-    assert [resumed["engine"] for resumed in result["resumed"]] == ["graph", "graph"]
+    assert {resumed["engine"] for resumed in result["resumed"]} == {"graph"}
     for guard in ("guard", "guard_without_clip"):
         assert result[guard]["share"] < 0.01, result[guard]
     assert result["saving"]["share"] < 0.02, result["saving"]

@@ -23,7 +23,6 @@ def words_for(run, variant):
     """Start the run, or continue it if it has begun."""
     if (run / "config.json").exists():
         return ["train", "--resume", run]
-    shutil.rmtree(run, ignore_errors=True)  # killed between the making of the folder and its config
     return [*TINY, *VARIANTS[variant], "--out", run]
 
 

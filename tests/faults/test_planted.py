@@ -11,16 +11,16 @@ from settings import TINY, VARIANTS, count
 from bicovg.checkpoint import MODEL, OPTIMIZER, list_checkpoints, verify_checkpoint
 
 SITES = ("pixel", "activation", "loss", "gradient", "weight", "optimizer state")
-RUNS = ("strict-interleaved", "hgb-summed")
+RUNS = ("strict-interleaved", "hgb-summed-global", "grouped-interleaved", "end-to-end-summed")
 AT = 5
 
 
 def faults():
-    """All 96, ordered so that the first 24 hold every site at every block."""
-    for shift in range(4):
+    """All 192, ordered so that the first 24 hold every site at every block, each in another kind of run."""
+    for shift in range(8):
         for number, (site, block) in enumerate(itertools.product(SITES, range(4))):
-            choice = (number + number // 4 + shift) % 4
-            yield site, block, ("nan", "inf")[choice % 2], RUNS[choice // 2]
+            choice = (number + number // 4 + shift) % 8
+            yield site, block, ("nan", "inf")[choice // 4], RUNS[choice % 4]
 
 
 def assert_stored_values_are_finite(run):
@@ -33,7 +33,9 @@ def assert_stored_values_are_finite(run):
 
 def assert_named(run, variant, block, output):
     """The event and the sentence name the block (the unit's blocks, where it has several) and the step."""
-    name = f"block {block}" if variant.startswith("strict") else f"blocks {block // 2 * 2}-{block // 2 * 2 + 1}"
+    size = {"strict": 1, "end": 4}.get(variant.split("-")[0], 2)
+    first = block // size * size
+    name = f"block {block}" if size == 1 else f"blocks {first}-{first + size - 1}"
     event = json.loads((run / "events.jsonl").read_text().splitlines()[-1])
     assert (event["step"], event["blocks"]) == (AT, name), event
     assert f"{name} was not finite at step {AT}" in output, output[-800:]
@@ -41,7 +43,7 @@ def assert_named(run, variant, block, output):
 
 @pytest.mark.row("NaN or Inf planted at six places of every block")
 def test_a_planted_value_stops_the_run_before_anything_is_lost(nursery, references, scratch, row):
-    chosen = list(itertools.islice(faults(), count(96, 24)))
+    chosen = list(itertools.islice(faults(), count(192, 24)))
     assert len(set(chosen)) == len(chosen)
     for number, (site, block, value, variant) in enumerate(chosen):
         run = scratch / f"run-{number}"

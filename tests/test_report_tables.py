@@ -107,6 +107,9 @@ def test_figures_are_drawn_of_records_of_one_length_and_old_ones_go(
     page = (tmp_path / "docs" / "page.md").read_text()
     assert "](figures/gain-cifar100-5.svg)" in page
     assert "<!-- figures: early-exit -->\n\nnot run\n" in page
+    whole = "<!-- figures: by-block-full -->\n<!-- end of figures -->\n"
+    assert "not run" in fill_tables(whole, read_records())
+    assert "by-block-cifar100-5.svg" in fill_tables(whole.replace("-full", ""), read_records())
     assert update_tables() == []
 
 

@@ -221,6 +221,8 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "efficiency": lambda records: efficiency_table(),
 }
 
+WHOLE = "-full"
+
 
 def fill_tables(text: str, records: Records, origin: str = "the text", figures: str = FIGURES.name) -> str:
     """A Markdown text with all its tables and links to figures made anew.
@@ -231,7 +233,7 @@ def fill_tables(text: str, records: Records, origin: str = "the text", figures: 
 
     def fill(match: re.Match[str]) -> str:
         start, what, name, end = match.groups()
-        known: Sequence[str] = list(TABLES if what == "table" else KINDS)
+        known: Sequence[str] = list(TABLES) if what == "table" else [*KINDS, *(f"{kind}{WHOLE}" for kind in KINDS)]
         if name not in known:
             raise UserError(f"{origin} asks for the {what} {name!r}: choose one of {', '.join(known)}")
         made = TABLES[name](records) if what == "table" else links(name, records, figures)
@@ -241,7 +243,10 @@ def fill_tables(text: str, records: Records, origin: str = "the text", figures: 
 
 
 def links(kind: str, records: Records, figures: str) -> str:
-    charts = record_charts(kind, records)
+    """``kind``, or, with ``-full``, without short runs' figures."""
+    charts = record_charts(kind.removesuffix(WHOLE), records)
+    if kind.endswith(WHOLE):
+        charts = [chart for chart in charts if not chart.title.endswith("(short)")]
     return (
         "\n\n".join(f"![{chart.title}]({figures}/{chart.name}.svg)" for chart in charts) + "\n" if charts else NOT_RUN
     )

@@ -12,11 +12,26 @@ lost or kept, each on its own. Four crashes are tried after every operation:
 
 import os
 import random
+import re
+from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 CRASHES = ("strict", "names", "all", "mixed")
+
+
+def number_operations(operations):
+    """Each as text: its kind, its file's name without numbers, and how often that has been before.
+
+    Saves differ in their steps, and in what they write or retire: a place in the list would mean now this, now that.
+    """
+    seen, numbered = Counter(), []
+    for kind, name, *_ in operations:
+        label = f"{kind} {re.sub('[0-9]+', '#', os.path.basename(name))}"
+        numbered.append(f"{label} {seen[label]}")
+        seen[label] += 1
+    return numbered
 
 
 class Recorder:

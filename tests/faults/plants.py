@@ -69,21 +69,24 @@ def record_operations(root, path):
 
 
 def kill_in_save(root, save, operation, when, share=0.0):
-    """SIGKILL this process at one operation of its ``save``-th checkpoint, counted from the making of its folder.
+    """SIGKILL this process at one operation of its ``save``-th checkpoint, or of the next that has such an operation.
 
-    ``when`` is ``before``, ``after``, or ``inside``: after ``share`` of a write has been written.
+    ``operation`` is what ``disk.number_operations`` says. ``when`` is ``before``, ``after``, or ``inside``: after
+    ``share`` of a write has been written.
     """
-    from disk import Recorder
+    from disk import Recorder, number_operations
 
     class Killer(Recorder):
-        saves, position = 0, -1
+        saves = 0
 
         def perform(self, done, act):
             kind, name, *rest = done
             if kind == "mkdir" and ".partial-" in name:
-                self.saves, self.position = self.saves + 1, -1
-            self.position += "checkpoints" in name
-            here = (self.saves, self.position) == (save, operation) and "checkpoints" in name
+                self.saves, self.inside = self.saves + 1, []
+            here = False
+            if self.saves >= save and "checkpoints" in name:
+                self.inside.append(done)
+                here = number_operations(self.inside)[-1] == operation
             if here and when == "inside":
                 act.func(act.args[0], rest[0][: int(len(rest[0]) * share)])
             if here and when != "after":

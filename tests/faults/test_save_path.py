@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 from conftest import assert_same_state
-from disk import CRASHES, Disk, Recorder
+from disk import CRASHES, Disk, Recorder, number_operations
 from settings import TINY, VARIANTS, count
 
 from bicovg.checkpoint import FILES, checkpoint_name, find_checkpoint, list_checkpoints, verify_checkpoint
@@ -28,7 +28,8 @@ def operations_of_save(operations, number):
 def kill_points(operations):
     """(save, operation, when, share, label) for every operation of a save with retention, and of the first one."""
     for save in (3, 1):
-        for position, (kind, name, *_) in enumerate(operations_of_save(operations, save)):
+        own = operations_of_save(operations, save)
+        for position, (kind, name, *_) in zip(number_operations(own), own, strict=True):
             label = f"{kind} {os.path.basename(name)} of save {save}"
             if kind == "write":
                 for share in SHARES:

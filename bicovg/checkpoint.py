@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,8 +43,19 @@ def checkpoint_name(step: int, epoch: int) -> str:
     return f"step-{step:09d}-epoch-{epoch:04d}"
 
 
-def write_checkpoint(run: Path, name: str, files: Mapping[str, Blob], keep: int = KEEP, owner: str = "") -> Path:
-    """Write, sync, rename, verify; then remove what is older than the newest ``keep`` that verify."""
+def write_checkpoint(
+    run: Path,
+    name: str,
+    files: Mapping[str, Blob],
+    keep: int = KEEP,
+    owner: str = "",
+    unfit: Collection[str] = (),
+) -> Path:
+    """Write, sync, rename, verify; then remove what is older than the newest ``keep`` that verify.
+
+    Args:
+        unfit: names of checkpoints that verify, but that their run could not take: they do not count.
+    """
     folder = run / FOLDER
     if not os.path.lexists(folder):
         os.mkdir(folder)
@@ -52,7 +63,7 @@ def write_checkpoint(run: Path, name: str, files: Mapping[str, Blob], keep: int 
     refuse_other(folder)
     _sweep(folder)
     final = folder / name
-    if verify_checkpoint(final, owner) is None:
+    if name not in unfit and verify_checkpoint(final, owner) is None:
         return final  # the same step again: the state is the same
     partial, refused = folder / f".partial-{name}", folder / f".trash-{name}"
     os.mkdir(partial)
@@ -68,7 +79,7 @@ def write_checkpoint(run: Path, name: str, files: Mapping[str, Blob], keep: int 
     if reason is not None:
         raise StorageError(f"{final} was not stored as it was written, {reason}: check the disk; older ones are kept")
     discard(refused)
-    retire_checkpoints(run, keep, owner)
+    retire_checkpoints(run, keep, owner, set(unfit) - {name})
     return final
 
 
@@ -81,11 +92,12 @@ def _render(manifest: Mapping[str, Any]) -> bytes:
     return (json.dumps(manifest, indent=2) + "\n").encode()
 
 
-def retire_checkpoints(run: Path, keep: int, owner: str | None = None) -> None:
+def retire_checkpoints(run: Path, keep: int, owner: str | None = None, unfit: Collection[str] = ()) -> None:
     """Remove all that are older than the newest ``keep`` that verify; each vanishes whole, by a rename."""
     found, good = list_checkpoints(run), 0
     while found and good < max(keep, KEEP):
-        good += verify_checkpoint(found.pop(), owner) is None
+        path = found.pop()
+        good += path.name not in unfit and verify_checkpoint(path, owner) is None
     trash = [path.with_name(f".trash-{path.name}") for path in found]
     for path, gone in zip(found, trash, strict=True):
         os.rename(path, gone)
@@ -206,6 +218,13 @@ def walk_back(
             except Unusable as error:
                 reason = str(error)
         seen[path] = reason if os.path.lexists(path) else ""
+
+
+def none_usable(run: Path, skipped: list[str]) -> str:
+    """Why a run has no checkpoint to take, and what helps."""
+    if not skipped:
+        return f"{run} has no checkpoint yet: train it with `bicovg train --resume {run}`"
+    return f"none of the {len(skipped)} checkpoints of {run} can be used ({skipped[0]}): restore one, or config.json"
 
 
 def find_checkpoint(run: Path, owner: str | None = None) -> tuple[Path | None, list[str]]:

@@ -172,7 +172,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        repair = "choose a smaller --train.batch_size, --model.width or --model.channels"
+        begins = words[:1] == ["train"] and not any(word.startswith("--resume") for word in words)
+        sizes = "choose a smaller --train.batch_size, --model.width or --model.channels"
+        repair = sizes if begins else "free some, or take another machine"
         print(f"bicovg: there is not enough memory: {repair}", file=sys.stderr)
         return UserError.exit_code
 

@@ -56,6 +56,6 @@ def _sentence(value: Any, setting: Setting) -> str:
         return f"is unknown{nearest(str(value), known)}: choose {', '.join(known[:-1])} or {known[-1]}"
     words = {"low": "at least", "above": "above", "high": "at most", "below": "below"}
     bounds = [f"{words[name]} {bound}" for name, bound in limits.items()]
-    if not abs(value) < _largest(value):
-        bounds = [*(bound for bound in bounds if not bound.startswith("below")), f"below {_largest(value):g}"]
+    if not {"high", "below"} & set(limits) and not abs(value) < _largest(value):
+        bounds.append(f"below {_largest(value):g}")
     return f"is out of range: it must be {' and '.join(bounds)}"

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from bicovg.checkpoint import walk_back
+from bicovg.checkpoint import none_usable, walk_back
 from bicovg.config import Config
 from bicovg.data.augment import normalise
 from bicovg.data.crops import resize_centre, to_planes
@@ -108,9 +108,9 @@ def load_run(run: Path, device: str) -> tuple[LocalNetwork, Config]:
     config = read_config(run)
     check_config(config)
     net = build_on(config, pick_device(device))
-    _, weights, _ = walk_back(run, lambda path: read_weights(path, net), identify(config))
+    _, weights, skipped = walk_back(run, lambda path: read_weights(path, net), identify(config))
     if weights is None:
-        raise UserError(f"{run} has no usable checkpoint yet: train it with `bicovg train --resume {run}`")
+        raise UserError(none_usable(run, skipped))
     net.load_state_dict(weights)
     return net.eval(), config
 

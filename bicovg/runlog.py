@@ -19,13 +19,15 @@ from bicovg import run_schema
 from bicovg.config import Config, from_json, to_json
 from bicovg.durable import append_line, leftover, read_regular, replace_file, sync_folder
 from bicovg.errors import StorageError, UserError
+from bicovg.stopping import LOCK, RunLock
 
+METRICS = "metrics.jsonl"
 RESULTS = ("summary.json", "analysis.json", "early_exit.json", "report.html")
 MAX_TEXT = 1 << 28
 
 
-def new_run_folder(config: Config, out: str | None) -> Path:
-    """Create ``out``, or ``runs/<recipe>-s<seed>-<time>``, and write config.json. It may exist, but hold nothing."""
+def new_run_folder(config: Config, out: str | None) -> tuple[Path, RunLock]:
+    """Create ``out``, or ``runs/<recipe>-s<seed>-<time>``, lock it, write config.json. It may be there, but empty."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     path = Path(out) if out else Path("runs") / f"{config.recipe}-s{config.seed}-{stamp}"
     if out is None and path.exists():
@@ -35,17 +37,25 @@ def new_run_folder(config: Config, out: str | None) -> Path:
         path.mkdir(parents=True, exist_ok=holds_nothing(path))
         for folder in missing:
             sync_folder(folder.parent)
-        replace_file(path / "config.json", to_json(config).encode())
+        lock = RunLock(path)
+        try:
+            if not holds_nothing(path):  # another process has begun a run here since, and ended
+                raise FileExistsError
+            replace_file(path / "config.json", to_json(config).encode())
+        except BaseException:
+            lock.release()
+            raise
     except FileExistsError:
         raise UserError(f"--out {path} exists: choose another folder, or continue it with --resume {path}") from None
     except OSError as error:
         raise StorageError(f"cannot create {path}: {error.strerror}; choose a writable folder with --out") from None
-    return path
+    return path, lock
 
 
 def holds_nothing(path: Path) -> bool:
     """Whether a folder is empty, but for what a run leaves that died before it had a config.json."""
-    return path.is_dir() and all(inside == leftover(path / "config.json") for inside in path.iterdir())
+    left = {leftover(path / "config.json"), path / LOCK}
+    return path.is_dir() and left.issuperset(path.iterdir())
 
 
 def drop_results(run: Path) -> None:
@@ -215,13 +225,16 @@ class RunLog:
     """Appends to a run folder's line files, if this process ``writes``."""
 
     def __init__(self, run: Path, writes: bool = True) -> None:
-        self.run, self.writes = run, writes
+        self.run, self.writes, self._metrics = run, writes, b""
 
     def append(self, name: str, record: dict[str, Any]) -> None:
         if not self.writes:
             return
+        line = json.dumps(record)
         try:
-            append_line(self.run / name, json.dumps(record))
+            append_line(self.run / name, line)
+            if name == METRICS:
+                self._metrics += f"{line}\n".encode()
         except OSError as error:
             raise StorageError(
                 f"cannot write {self.run / name}: {error.strerror}; correct that, then go on with "
@@ -229,13 +242,13 @@ class RunLog:
             ) from None
 
     def metrics(self) -> bytes:
-        """metrics.jsonl so far."""
-        path = self.run / "metrics.jsonl"
-        return read_regular(path, MAX_TEXT) if self.writes and path.exists() else b""
+        """metrics.jsonl so far, whatever others have done to the file meanwhile."""
+        return self._metrics
 
     def restore(self, metrics: bytes, epoch: int, step: int) -> None:
         """The line files as they stood at a checkpoint; of timing and events, what lies before it."""
-        _replace(self.run / "metrics.jsonl", metrics)
+        _replace(self.run / METRICS, metrics)
+        self._metrics = metrics
         for name, key, limit in (("timing.jsonl", "epoch", epoch), ("events.jsonl", "step", step)):
             records = [record or {} for record in _parse_lines(self.run / name, strict=False)]
             kept = [record for record in records if isinstance(record.get(key), int) and record[key] < limit]

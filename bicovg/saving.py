@@ -21,6 +21,7 @@ class Saver:
 
     def __init__(self, run: Path, keep: int, seconds: float, owner: str = "") -> None:
         self.run, self.keep, self.seconds, self.owner = run, keep, seconds, owner
+        self.unfit: set[str] = set()  # names of checkpoints that are whole, but that the run could not take
         self._pool = ThreadPoolExecutor(1, "bicovg-saver")
         self._writing: Future[Path] | None = None
         self._last_time = time.monotonic()
@@ -52,7 +53,10 @@ class Saver:
 
     def _write(self, snapshot: Snapshot) -> Path:
         try:
-            return write_checkpoint(self.run, snapshot.name, snapshot.files(), self.keep, self.owner)
+            files = snapshot.files()
+            path = write_checkpoint(self.run, snapshot.name, files, self.keep, self.owner, self.unfit)
+            self.unfit.discard(snapshot.name)
+            return path
         except OSError as error:
             raise StorageError(
                 f"cannot save {snapshot.name} in {self.run}: {error.strerror or error}; the last good checkpoint is "

@@ -18,6 +18,7 @@ from bicovg.durable import read_regular
 from bicovg.errors import StorageError, UserError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+LOCK = "lock"
 TIME_UP = 1  # a wish to stop that is no exit code: below those of all signals
 
 
@@ -58,8 +59,12 @@ class Stopper:
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
         """The second Ctrl-C: nothing is waited for, as every file is whole at any moment."""
-        os.write(1, b"\x1b[?25h" if os.isatty(1) else b"")  # a display may have hidden the cursor
-        os.write(2, b"bicovg: interrupted\n")
+        try:
+            if os.isatty(1):
+                os.write(1, b"\x1b[?25h")  # a display may have hidden the cursor
+            os.write(2, b"bicovg: interrupted\n")
+        except OSError:  # nobody reads any more
+            pass
         os._exit(128 + number)
 
     def wish(self) -> int:
@@ -89,7 +94,7 @@ class RunLock:
     """One process per run folder. The kernel drops the lock when its holder dies, however it dies."""
 
     def __init__(self, run: Path) -> None:
-        path, self._descriptor = run / "lock", -1
+        path, self._descriptor = run / LOCK, -1
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bicovg.checkpoint import FOLDER, METRICS, Unusable, checkpoint_name, read_checked, walk_back
+from bicovg.checkpoint import FOLDER, METRICS, Unusable, checkpoint_name, none_usable, read_checked, walk_back
 from bicovg.config import Config
 from bicovg.data.loader import Batch, Loader
 from bicovg.data.splits import Splits, load_splits, make_loaders
@@ -61,10 +61,11 @@ class Trainer:
         check_fit(config, splits, net, team)
         trainer = cls(config, Path(), net, splits, device, team=team)
         trainer._make_ready()
-        run = Path(team.tell(str(new_run_folder(config, out)) if team.leads else ""))
-        trainer.run = trainer.log.run = trainer.saver.run = run
+        run = Path()
         if team.leads:
-            trainer.lock = RunLock(run)
+            run, trainer.lock = new_run_folder(config, out)
+        trainer.run = trainer.log.run = trainer.saver.run = Path(team.tell(str(run)))
+        if team.leads:
             trainer._open_log(b"")
         return trainer
 
@@ -94,8 +95,8 @@ class Trainer:
         path, metrics, skipped = walk_back(run, trainer._load, identify(config))
         print("".join(f"{line}\n" for line in skipped), end="")
         if path is None and skipped:
-            repair = f"restore one, or move {run / FOLDER} away to begin anew"
-            raise UserError(f"none of the {len(skipped)} checkpoints of {run} can be used: {repair}")
+            raise UserError(f"{none_usable(run, skipped)}, or move {run / FOLDER} away to begin anew")
+        trainer.saver.unfit = {line.split()[1].rstrip(":") for line in skipped}
         team.tell(path.name if path else "")
         print(f"resuming {run} from {path.name if path else 'the beginning: it has no checkpoint yet'}")
         trainer._open_log(metrics or b"")
@@ -113,7 +114,7 @@ class Trainer:
         )
         print("".join(f"{line}\n" for line in skipped), end="")
         if path is None or weights is None:
-            raise UserError(f"{run} has no usable checkpoint yet: train it with `bicovg train --resume {run}`")
+            raise UserError(none_usable(run, skipped))
         net.load_state_dict(weights[0])
         trainer = cls(config, run, net, load_splits(config.data), device, weights[1], team=team)
         trainer._make_ready()

@@ -200,6 +200,16 @@ def test_checkpoints_of_another_run_neither_count_nor_stand_in_for_ones_own(tmp_
     assert find_checkpoint(run, "ours")[0].name == checkpoint_name(17, 0)
 
 
+def test_checkpoints_that_a_run_could_not_take_do_not_count_either(tmp_path):
+    for step in (1, 8, 9):
+        write(tmp_path, step, keep=3)
+    unfit = {checkpoint_name(step, 0) for step in (8, 9)}
+    write(tmp_path, 2, unfit=unfit)
+    assert [path.name for path in list_checkpoints(tmp_path)] == [checkpoint_name(s, 0) for s in (1, 2, 8, 9)]
+    write_checkpoint(tmp_path, checkpoint_name(8, 0), contents(80), unfit=unfit)
+    assert read_checked(tmp_path / "checkpoints" / checkpoint_name(8, 0), MODEL) == contents(80)[MODEL]
+
+
 def test_a_file_of_the_wrong_size_is_not_read(tmp_path):
     path = write(tmp_path, 1)
     os.truncate(path / MODEL, 15 << 30)

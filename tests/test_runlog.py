@@ -9,6 +9,7 @@ from bicovg.config import Config, to_json
 from bicovg.errors import StorageError, UserError
 from bicovg.launching import find_begun, refuse_taken
 from bicovg.runlog import RunLog, new_run_folder, read_config, read_data, read_lines, read_summary, write_json
+from bicovg.stopping import RunLock
 
 SUMMARY = {
     "recipe": "digits",
@@ -72,7 +73,7 @@ def test_a_torn_last_line_is_left_out_and_a_bad_one_named(tmp_path):
 
 
 def test_a_run_folder_is_new_and_complete_from_the_start(tmp_path):
-    run = new_run_folder(Config(seed=3), str(tmp_path / "a" / "b"))
+    run, _ = new_run_folder(Config(seed=3), str(tmp_path / "a" / "b"))
     assert read_config(run) == Config(seed=3)
     with pytest.raises(UserError, match=r"exists: choose another folder, or continue it with --resume"):
         new_run_folder(Config(), str(run))
@@ -87,8 +88,22 @@ def test_an_empty_folder_that_a_crash_left_behind_is_taken(tmp_path):
         read_config(tmp_path / "run")
     refuse_taken(tmp_path / "run")
     assert not find_begun(Config(seed=3), tmp_path / "run")
-    assert read_config(new_run_folder(Config(seed=3), str(tmp_path / "run"))) == Config(seed=3)
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
+    lock = RunLock(tmp_path / "run")  # another process is about to write its own
+    with pytest.raises(UserError, match="is in use by process"):
+        new_run_folder(Config(seed=3), str(tmp_path / "run"))
+    lock.release()
+    run, lock = new_run_folder(Config(seed=3), str(tmp_path / "run"))
+    lock.release()
+    assert read_config(run) == Config(seed=3)
+    assert {path.name for path in run.iterdir()} == {"config.json", "lock"}
+
+
+def test_a_checkpoint_gets_the_metrics_as_they_were_written_whatever_became_of_the_file(tmp_path):
+    log = RunLog(tmp_path)
+    log.restore(b'{"epoch": 0}\n', epoch=1, step=4)
+    (tmp_path / "metrics.jsonl").unlink()
+    log.append("metrics.jsonl", {"epoch": 1})
+    assert log.metrics() == b'{"epoch": 0}\n{"epoch": 1}\n'
 
 
 def test_timing_that_is_no_text_does_not_stop_a_run_from_going_on(tmp_path):

@@ -43,6 +43,8 @@ def test_a_second_interrupt_ends_at_once_whatever_other_threads_do():
     begun = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "130\n", "bicovg: interrupted\n")
+    deaf = "import os; os.close(2)\n" + code  # whoever listened has gone first
+    assert subprocess.run([sys.executable, "-c", deaf], stdout=subprocess.DEVNULL).returncode == 130
     assert time.monotonic() - begun < 30
 
 

@@ -79,7 +79,9 @@ def write_checkpoint(
     if reason is not None:
         raise StorageError(f"{final} was not stored as it was written, {reason}: check the disk; older ones are kept")
     discard(refused)
-    retire_checkpoints(run, keep, owner, set(unfit) - {name})
+    retire_checkpoints(
+        run, keep, lambda path: path == final or (path.name not in unfit and verify_checkpoint(path, owner) is None)
+    )
     return final
 
 
@@ -92,12 +94,11 @@ def _render(manifest: Mapping[str, Any]) -> bytes:
     return (json.dumps(manifest, indent=2) + "\n").encode()
 
 
-def retire_checkpoints(run: Path, keep: int, owner: str | None = None, unfit: Collection[str] = ()) -> None:
-    """Remove all that are older than the newest ``keep`` that verify; each vanishes whole, by a rename."""
+def retire_checkpoints(run: Path, keep: int, counts: Callable[[Path], bool]) -> None:
+    """Remove all that are older than the newest ``keep`` that count; each vanishes whole, by a rename."""
     found, good = list_checkpoints(run), 0
     while found and good < max(keep, KEEP):
-        path = found.pop()
-        good += path.name not in unfit and verify_checkpoint(path, owner) is None
+        good += counts(found.pop())
     trash = [path.with_name(f".trash-{path.name}") for path in found]
     for path, gone in zip(found, trash, strict=True):
         os.rename(path, gone)
@@ -200,34 +201,33 @@ def _explain(error: BaseException) -> str:
 
 def walk_back(
     run: Path, load: Callable[[Path], T], owner: str | None = None
-) -> tuple[Path | None, T | None, list[str]]:
-    """The newest checkpoint that verifies and that ``load`` takes, what it gave, and a line for each one skipped.
+) -> tuple[Path | None, T | None, dict[str, str]]:
+    """The newest checkpoint that verifies and that ``load`` takes, what it gave, and why each newer one was skipped.
 
     A trainer may be at work: one that it has retired meanwhile is as if never listed, and so the list is made anew.
     """
-    seen: dict[Path, str] = {}
-    while True:
-        left = [path for path in list_checkpoints(run) if path not in seen]
-        if not left:
-            return None, None, [f"skipped {path.name}: {reason}" for path, reason in seen.items() if reason]
-        path = left[-1]
-        reason = verify_checkpoint(path, owner)
+    skipped: dict[str, str] = {}
+    while left := [path for path in list_checkpoints(run) if path.name not in skipped]:
+        reason = verify_checkpoint(left[-1], owner)
         if reason is None:
             try:
-                return path, load(path), [f"skipped {old.name}: {why}" for old, why in seen.items() if why]
+                return left[-1], load(left[-1]), skipped
             except Unusable as error:
                 reason = str(error)
-        seen[path] = reason if os.path.lexists(path) else ""
+        if os.path.lexists(left[-1]):
+            skipped[left[-1].name] = reason
+    return None, None, skipped
 
 
-def none_usable(run: Path, skipped: list[str]) -> str:
+def none_usable(run: Path, skipped: Mapping[str, str]) -> str:
     """Why a run has no checkpoint to take, and what helps."""
-    if not skipped:
-        return f"{run} has no checkpoint yet: train it with `bicovg train --resume {run}`"
-    return f"none of the {len(skipped)} checkpoints of {run} can be used ({skipped[0]}): restore one, or config.json"
+    for name, reason in skipped.items():
+        why = f"the newest, {name}, because {reason}"
+        return f"none of the {len(skipped)} checkpoints of {run} can be used, {why}: restore one, or config.json"
+    return f"{run} has no checkpoint yet: train it with `bicovg train --resume {run}`"
 
 
-def find_checkpoint(run: Path, owner: str | None = None) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and a line for each that was skipped."""
+def find_checkpoint(run: Path, owner: str | None = None) -> tuple[Path | None, dict[str, str]]:
+    """The newest checkpoint that verifies, and why each newer one was skipped."""
     path, _, skipped = walk_back(run, lambda path: path, owner)
     return path, skipped

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from bicovg import run_schema
+from bicovg.checkpoint import METRICS
 from bicovg.config import Config, from_json, to_json
 from bicovg.durable import append_line, leftover, read_regular, replace_file, sync_folder
 from bicovg.errors import StorageError, UserError
 from bicovg.stopping import LOCK, RunLock
 
-METRICS = "metrics.jsonl"
 RESULTS = ("summary.json", "analysis.json", "early_exit.json", "report.html")
 MAX_TEXT = 1 << 28
 

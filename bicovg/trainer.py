@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -93,10 +93,10 @@ class Trainer:
             trainer._follow(team.tell(""))
             return trainer
         path, metrics, skipped = walk_back(run, trainer._load, identify(config))
-        print("".join(f"{line}\n" for line in skipped), end="")
+        say_skipped(skipped)
         if path is None and skipped:
             raise UserError(f"{none_usable(run, skipped)}, or move {run / FOLDER} away to begin anew")
-        trainer.saver.unfit = {line.split()[1].rstrip(":") for line in skipped}
+        trainer.saver.unfit = set(skipped)
         team.tell(path.name if path else "")
         print(f"resuming {run} from {path.name if path else 'the beginning: it has no checkpoint yet'}")
         trainer._open_log(metrics or b"")
@@ -112,7 +112,7 @@ class Trainer:
         path, weights, skipped = walk_back(
             run, lambda path: (read_weights(path, net), read_progress(path)), identify(config)
         )
-        print("".join(f"{line}\n" for line in skipped), end="")
+        say_skipped(skipped)
         if path is None or weights is None:
             raise UserError(none_usable(run, skipped))
         net.load_state_dict(weights[0])
@@ -332,3 +332,9 @@ class Trainer:
     def summarise(self) -> dict[str, Any]:
         """Final accuracies on test by every rule."""
         return make_summary(self)
+
+
+def say_skipped(skipped: Mapping[str, str]) -> None:
+    """A line for each checkpoint that was walked back from."""
+    for name, reason in skipped.items():
+        print(f"skipped {name}: {reason}")

@@ -61,7 +61,7 @@ def assert_walks_back(run, older, newest):
     found, skipped = find_checkpoint(run, identify(read_config(run)))
     assert found == older, f"{newest.name} was taken although it is damaged"
     assert len(skipped) == 1
-    assert newest.name in skipped[0]
+    assert newest.name in skipped
 
 
 @pytest.mark.row("truncation of any checkpoint file")

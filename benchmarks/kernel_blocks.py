@@ -92,11 +92,14 @@ def input_sets(block: Block) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
     return [draw(block, torch.bfloat16) for _ in range(min(32, 1 + int(2e8) // size))]
 
 
-def build_all(worker: Callable[[Any], Any], tasks: list[Any]) -> list[Any]:
-    """Run ``worker`` over the tasks in parallel processes; exceptions come back as results."""
+def run_all(worker: Callable[[Any], Any], tasks: list[Any], processes: int = 12, meanwhile: Any = None) -> list[Any]:
+    """Run ``worker`` over the tasks in parallel processes, exceptions coming back as results; ``meanwhile()`` here."""
     results: list[Any] = []
-    with multiprocessing.get_context("spawn").Pool(12) as pool:
-        for handle in [pool.apply_async(worker, (task,)) for task in tasks]:
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        handles = [pool.apply_async(worker, (task,)) for task in tasks]
+        if meanwhile is not None:
+            meanwhile()
+        for handle in handles:
             try:
                 results.append(handle.get(timeout=120))
             except Exception as error:

@@ -1,9 +1,7 @@
 """The kernels of a whole block, as training uses them, against float64: batch norm, ReLU, goodness, tail, gradients."""
 
-from typing import Any
-
 import torch
-from kernel_blocks import BLOCKS, LAST, Block, draw
+from kernel_blocks import LAST, Block, draw
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -81,21 +79,3 @@ def check_block(block: Block, dtype: torch.dtype) -> dict[str, float]:
     mine = fused(block, y, weight, norm, [grad, down], keys)
     wanted = plain(block, y, weight, norm, [grad, down], keys)
     return {name: distance(a, b) for name, a, b in zip(FIELDS, mine, wanted, strict=True)}
-
-
-def run_block_checks(report: dict[str, Any], limits: dict[torch.dtype, float]) -> bool:
-    """Fill ``report['blocks']``: the kernels that training uses, each with its gradient."""
-    report["blocks"] = []
-    for block in BLOCKS:
-        for dtype in limits:
-            row: dict[str, Any] = {"block": str(block), "dtype": str(dtype)}
-            try:
-                row |= check_block(block, dtype)
-                row["ok"] = all(row[name] < limits[dtype] for name in FIELDS)
-            except Exception as error:
-                row |= {"ok": False, "error": f"{type(error).__name__}: {error}"[:300]}
-            torch.cuda.empty_cache()
-            report["blocks"].append(row)
-            if not row["ok"]:
-                print("WRONG", row, flush=True)
-    return all(row["ok"] for row in report["blocks"])

@@ -7,7 +7,7 @@ Every trial is first checked against the plain functions in float32, because a l
 from typing import Any, NamedTuple
 
 import torch
-from kernel_blocks import BLOCKS, LAST, Block, build_all, draw, microseconds
+from kernel_blocks import BLOCKS, LAST, Block, draw, microseconds, run_all
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -145,7 +145,7 @@ def measure(trial: Trial, cases: list[Case]) -> float:
 def run_sweep(recipes: tuple[str, ...]) -> list[dict[str, Any]]:
     """Compile and check all trials in parallel, time them one by one, print the best of each kernel and block."""
     trials = list_trials(recipes)
-    checked = build_all(check, trials)
+    checked = run_all(check, trials)
     rows: list[dict[str, Any]] = []
     cases: list[Case] = []
     for index, trial in enumerate(trials):

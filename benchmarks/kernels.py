@@ -20,20 +20,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_blocks import BLOCKS, PEAK, Block, build_all, cast, draw, forward, input_sets, microseconds
-from kernel_checks import FIELDS, run_block_checks
+from kernel_blocks import BLOCKS, PEAK, Block, cast, draw, forward, input_sets, microseconds, run_all
+from kernel_checks import FIELDS, check_block
 from kernel_sweep import run_sweep
 from torch import Tensor
 
 from bicovg.draws import make_keys
 from bicovg.goodness import bicovg
-from bicovg.kernels.block import block_goodness, block_statistics
 from bicovg.kernels.goodness import fused_bicovg
-from bicovg.kernels.tail import block_tail, fused_tail
+from bicovg.kernels.tail import fused_tail
 from bicovg.layers import keyed_dropout, rms_norm, rms_pool
 from bicovg.runlog import find_commit
 
 LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
+CHECKERS = 5  # processes; the largest block takes some 20 GB of GPU memory in float64
 COMPILED = (0, 9, 13)  # blocks also timed against torch.compile, which takes long to compile
 
 
@@ -167,41 +167,43 @@ def measure(block: Block, compiled: bool) -> dict[str, float]:
     return row
 
 
-def build(task: tuple[Block, torch.dtype]) -> None:
-    """Compile one block's kernels into Triton's disk cache (in a process of its own)."""
-    block, dtype = task
-    f, w, grad, keys = draw(block, dtype)
+def build(block: Block) -> None:
+    """Compile what ``measure`` times into Triton's disk cache (in a process of its own)."""
+    f, w, grad, keys = draw(block, torch.bfloat16)
     _g, p = forward(block, f, w)
-    for mask in (True, False):
-        torch.ops.bicovg.goodness_backward(grad, f, cast(f, w), p, list(block.scales), mask)
+    torch.ops.bicovg.goodness_backward(grad, f, cast(f, w), p, list(block.scales), True)
     fused_tail(f, block.pool, 0.1, keys, 3)
-    norm = torch.nn.BatchNorm2d(block.channels, device="cuda")
-    stats, y = block_statistics(f, norm), f.detach().requires_grad_()
-    block_goodness(y, stats, norm, w, block.scales).sum().backward()
-    block_tail(y, stats, norm, block.pool, 0.1, keys, 3).sum().backward()
     torch.cuda.synchronize()
 
 
+def run_check(task: tuple[Block, torch.dtype, bool | None]) -> dict[str, Any]:
+    """One row: goodness and tail of f in one layout or the other, or, for None, the kernels of the whole block."""
+    block, dtype, last = task
+    row: dict[str, Any] = {"block": str(block), "dtype": str(dtype)} | ({} if last is None else {"channels_last": last})
+    names = FIELDS if last is None else ("g", "df", "dW", "h")
+    try:
+        row |= check_block(block, dtype) if last is None else check(block, dtype, last)
+        row["ok"] = all(row[name] < LIMITS[dtype] for name in names)
+    except Exception as error:
+        row |= {"ok": False, "error": f"{type(error).__name__}: {error}"[:300]}
+    torch.cuda.empty_cache()
+    return row
+
+
 def run_checks(report: dict[str, Any]) -> bool:
-    """Fill ``report['checks']``; True when every error is within its limit."""
-    report["integration"] = check_integration()
-    fine = all(value == "ok" for value in report["integration"].values())
+    """Fill ``report['checks']`` and ``report['blocks']``; True when every error is within its limit."""
+    tasks = [(block, dtype, last) for block in reversed(BLOCKS) for dtype in LIMITS for last in (True, False, None)]
+    rows = run_all(run_check, tasks, CHECKERS, lambda: report.update(integration=check_integration()))
     print("integration:", report["integration"], flush=True)
-    report["checks"] = []
-    for block in BLOCKS:
-        for dtype in LIMITS:
-            for last in (True, False):
-                row: dict[str, Any] = {"block": str(block), "dtype": str(dtype), "channels_last": last}
-                try:
-                    row |= check(block, dtype, last)
-                    row["ok"] = all(row[name] < LIMITS[dtype] for name in ("g", "df", "dW", "h"))
-                except Exception as error:
-                    row |= {"ok": False, "error": f"{type(error).__name__}: {error}"[:300]}
-                fine &= row["ok"]
-                report["checks"].append(row)
-                if not row["ok"]:
-                    print("WRONG", row, flush=True)
-    return run_block_checks(report, LIMITS) and fine
+    report["checks"], report["blocks"] = [], []
+    for task, row in zip(tasks, rows, strict=True):
+        lost = {"block": str(task[0]), "dtype": str(task[1]), "ok": False, "error": repr(row)}
+        found = lost if isinstance(row, Exception) else row
+        report["blocks" if task[2] is None else "checks"].append(found)
+        if not found["ok"]:
+            print("WRONG", found, flush=True)
+    integrated = all(value == "ok" for value in report["integration"].values())
+    return integrated and all(row["ok"] for row in [*report["checks"], *report["blocks"]])
 
 
 def run_times(report: dict[str, Any], deadline: float) -> None:
@@ -229,7 +231,7 @@ def print_tables(report: dict[str, Any]) -> None:
     """One line a block, last, so that the end of the output is the result."""
     worst: dict[tuple[str, bool], dict[str, float]] = {}
     for row in report.get("checks", []):
-        best = worst.setdefault((row["dtype"], row["channels_last"]), {})
+        best = worst.setdefault((row["dtype"], row.get("channels_last", True)), {})
         for name in ("g", "df", "dW", "h"):
             best[name] = max(best.get(name, 0.0), row.get(name, math.inf))
     for (dtype, last), errors in worst.items():
@@ -281,13 +283,13 @@ def main() -> int:
     if args.sweep is not None:
         report["sweep"] = run_sweep(tuple(args.sweep or ("vgg8", "vgg16-64")))
     else:
-        for result in build_all(build, [(block, dtype) for block in BLOCKS for dtype in LIMITS]):
-            if isinstance(result, Exception):
-                print("build failed:", result, flush=True)
-        print(f"built after {time.monotonic() - begin:.0f} s", flush=True)
         if args.only != "time":
             fine = run_checks(report)
+            print(f"checked after {time.monotonic() - begin:.0f} s", flush=True)
         if args.only != "check":
+            for result in run_all(build, BLOCKS):
+                if isinstance(result, Exception):
+                    print("build failed:", result, flush=True)
             run_times(report, begin + args.seconds)
     report["seconds"] = round(time.monotonic() - begin, 1)
     gpu = report["gpu"].replace(" ", "-").lower()

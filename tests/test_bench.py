@@ -55,7 +55,8 @@ def test_the_classic_network_stands_beside_a_vgg16_alone() -> None:
 def test_every_case_keeps_the_recipes_data_batch_precision_and_clip() -> None:
     config = get_recipe("imagenet100-bicovg-fal")
     for case in make_cases(config).values():
-        kept = override(case.config, {"train.schedule": config.train.schedule})
+        rates = {"optim.lr": config.optim.lr, "optim.lr_min": config.optim.lr_min} if case.stand_in else {}
+        kept = override(case.config, {"train.schedule": config.train.schedule, **rates})
         assert (kept.data, kept.train, kept.optim) == (config.data, config.train, config.optim), case.name
 
 
@@ -124,6 +125,18 @@ def test_without_goodness_the_readout_sees_a_constant_and_the_convolution_still_
     norm = {"blocks.0.norm.weight", "blocks.0.norm.bias"}
     assert learned == expected | (norm if stand_in == "constant" else set())
     assert torch.equal(net.units[0].blocks[0].norm.num_batches_tracked, torch.tensor(2))
+
+
+@pytest.mark.parametrize(("name", "still"), [("strict", False), ("strict-constant", True), ("strict-bare", True)])
+def test_a_step_without_goodness_leaves_the_weights_as_they_are(name: str, still: bool) -> None:
+    """Its gradient is none that any training has: moved by it, activations would vanish."""
+    server = Server()
+    assert "error" not in server.answer(tiny_request(name))
+    assert server.session is not None
+    before = [p.detach().clone() for p in server.session.engine.net.parameters()]
+    server.answer({"do": "time", "steps": 3, "repeats": 1})
+    after = list(server.session.engine.net.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) is still
 
 
 def test_a_worker_answers_with_speed_and_memory() -> None:

@@ -14,9 +14,12 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import bicovg.kernels.goodness
 import bicovg.kernels.tail  # noqa: F401  (both register their operators)
+from bicovg.recipes import RECIPES
+from bicovg.roofline import trace_layers
 
 PEAK = 4.3e12  # bytes a second: a large copy, measured on an H200
 LAST = torch.channels_last
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # without a GPU only to try the code, in the interpreter
 
 
 class Block(NamedTuple):
@@ -26,31 +29,55 @@ class Block(NamedTuple):
     size: int
     scales: tuple[int, ...]
     pool: bool
+    projections: int
 
     def __str__(self) -> str:
         return f"{self.recipe:9} B{self.batch} C{self.channels} {self.size}x{self.size}"
 
 
-BLOCKS = [
-    *(Block("vgg8", 128, c, h, s, p) for c, h, s, p in (
+BLOCKS = [  # to be timed
+    *(Block("vgg8", 128, c, h, s, p, c // 8) for c, h, s, p in (
         (128, 32, (2, 4), False), (256, 32, (1, 2), True), (256, 16, (1, 2), False), (512, 16, (1, 2), True),
         (512, 8, (1, 2), True), (512, 4, (1, 2), True), (512, 2, (1, 2), False))),
-    *(Block("vgg16-64", 256, c, h, s, p) for c, h, s, p in (
+    *(Block("vgg16-64", 256, c, h, s, p, c // 8) for c, h, s, p in (
         (128, 64, (2, 4), True), (256, 32, (1, 2), True), (512, 16, (1, 2), False), (512, 8, (1, 2), True),
         (512, 4, (1, 2), False))),
-    *(Block("vgg16-224", 128, c, h, s, p) for c, h, s, p in (
+    *(Block("vgg16-224", 128, c, h, s, p, c // 8) for c, h, s, p in (
         (128, 112, (2, 4), True), (256, 56, (1, 2), True), (512, 28, (1, 2), True), (512, 14, (1, 2), False),
         (512, 7, (1, 2), False))),
 ]  # fmt: skip
 
 
+def recipe_blocks() -> list[Block]:
+    """The exits of every recipe: each shape of goodness (C, H, scales, projections) and of tail (C, H, pool) once.
+
+    Half a batch on each of two GPUs is the same kernel on fewer images.
+    """
+    found: list[Block] = []
+    goodness, tails = set(), set()
+    for name, make in RECIPES.items():
+        config = make()
+        if config.model.method != "bicovg" or name.endswith("-2gpu"):
+            continue
+        for layer in trace_layers(config):
+            scales = tuple(config.model.scales[layer.index]) if config.model.multi_scale else (1,)
+            pool = layer.side_after < layer.side
+            shape, tail = (layer.channels, layer.side, scales, layer.projections), (layer.channels, layer.side, pool)
+            if layer.goodness and not (shape in goodness and tail in tails):
+                batch = config.train.batch_size
+                found.append(Block(name, batch, layer.channels, layer.side, scales, pool, layer.projections))
+                goodness.add(shape)
+                tails.add(tail)
+    return found
+
+
 def draw(block: Block, dtype: torch.dtype, last: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Fresh f, W, dg and dropout keys."""
-    _, B, C, H, scales, _ = block
-    f = torch.randn(B, C, H, H, device="cuda", dtype=dtype).relu_()
-    w = torch.randn(C // 8, C, device="cuda") / math.sqrt(C)
-    grad = torch.randn(B, sum(C * 9 // 8 * s * s for s in scales), device="cuda")
-    keys = torch.randint(-(1 << 62), 1 << 62, (B,), device="cuda")
+    """Fresh f, W (which may have no row), dg and dropout keys."""
+    _, B, C, H, scales, _, N = block
+    f = torch.randn(B, C, H, H, device=DEVICE, dtype=dtype).relu_()
+    w = torch.randn(N, C, device=DEVICE) / math.sqrt(C)
+    grad = torch.randn(B, sum((C + N) * s * s for s in scales), device=DEVICE)
+    keys = torch.randint(-(1 << 62), 1 << 62, (B,), device=DEVICE)
     return f.contiguous(memory_format=LAST) if last else f, w, grad, keys
 
 
@@ -92,14 +119,11 @@ def input_sets(block: Block) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
     return [draw(block, torch.bfloat16) for _ in range(min(32, 1 + int(2e8) // size))]
 
 
-def run_all(worker: Callable[[Any], Any], tasks: list[Any], processes: int = 12, meanwhile: Any = None) -> list[Any]:
-    """Run ``worker`` over the tasks in parallel processes, exceptions coming back as results; ``meanwhile()`` here."""
+def run_all(worker: Callable[[Any], Any], tasks: list[Any], processes: int = 12) -> list[Any]:
+    """Run ``worker`` over the tasks in parallel processes; exceptions come back as results."""
     results: list[Any] = []
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        handles = [pool.apply_async(worker, (task,)) for task in tasks]
-        if meanwhile is not None:
-            meanwhile()
-        for handle in handles:
+        for handle in [pool.apply_async(worker, (task,)) for task in tasks]:
             try:
                 results.append(handle.get(timeout=120))
             except Exception as error:

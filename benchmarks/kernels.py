@@ -20,8 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_blocks import BLOCKS, PEAK, Block, cast, draw, forward, input_sets, microseconds, run_all
-from kernel_checks import FIELDS, check_block
+from kernel_blocks import (
+    BLOCKS,
+    PEAK,
+    Block,
+    cast,
+    draw,
+    forward,
+    input_sets,
+    microseconds,
+    recipe_blocks,
+    run_all,
+)
+from kernel_checks import FIELDS, check_block, with_mixing
 from kernel_sweep import run_sweep
 from torch import Tensor
 
@@ -33,7 +44,8 @@ from bicovg.layers import keyed_dropout, rms_norm, rms_pool
 from bicovg.runlog import find_commit
 
 LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
-CHECKERS = 5  # processes; the largest block takes some 20 GB of GPU memory in float64
+LARGE = 1 << 27  # elements of f
+CHECKERS = {True: 5, False: 14}  # processes for large blocks, of which one takes some 20 GB in float64, and others
 COMPILED = (0, 9, 13)  # blocks also timed against torch.compile, which takes long to compile
 
 
@@ -58,10 +70,10 @@ class Distance:
 def check(block: Block, dtype: torch.dtype, last: bool) -> dict[str, float]:
     """Relative errors of g, df, dW and h against float64; uninitialised memory is NaN."""
     f, w, grad, keys = draw(block, dtype, last)
-    leaf, weight = f.detach().requires_grad_(), w.clone().requires_grad_()
+    leaf, weight = f.detach().requires_grad_(), w.clone().requires_grad_() if len(w) else None
     torch.use_deterministic_algorithms(True, warn_only=True)
     g = fused_bicovg(leaf, weight, block.scales)
-    df, dw = torch.autograd.grad(g, (leaf, weight), grad)
+    df, *dw = torch.autograd.grad(g, with_mixing((leaf,), weight), grad)
     h = fused_tail(f, block.pool, 0.1, keys, 3)
     torch.use_deterministic_algorithms(False)
     assert df.stride() == f.stride()
@@ -70,18 +82,19 @@ def check(block: Block, dtype: torch.dtype, last: bool) -> dict[str, float]:
     chunk = max(1, (1 << 26) // f[0].numel())
     for part in range(0, block.batch, chunk):
         rows = slice(part, part + chunk)
-        wide, wide_w = f[rows].double().requires_grad_(), w.double().requires_grad_()
+        wide, wide_w = f[rows].double().requires_grad_(), w.double().requires_grad_() if len(w) else None
         reference = bicovg(wide, wide_w, block.scales)
-        slopes = torch.autograd.grad(reference, (wide, wide_w), grad[rows].double())
+        slopes = torch.autograd.grad(reference, with_mixing((wide,), wide_w), grad[rows].double())
         errors["g"].add(g.detach()[rows], reference.detach())
         errors["df"].add(df[rows], slopes[0])
         errors["h"].add(h[rows], plain_tail(f[rows].double(), block.pool, 0.1, make_keys(keys[rows], 3)))
-        total += slopes[1]
-    errors["dW"].add(dw, total)
-    return {name: error.value() for name, error in errors.items()}
+        total += slopes[1] if len(slopes) > 1 else 0.0
+    if dw:
+        errors["dW"].add(dw[0], total)
+    return {name: error.value() for name, error in errors.items() if dw or name != "dW"}
 
 
-SMALL = Block("small", 4, 128, 8, (2, 4), True)
+SMALL = Block("small", 4, 128, 8, (2, 4), True, 16)
 
 
 def small_goodness(x: Tensor, w: Tensor) -> Tensor:
@@ -179,29 +192,36 @@ def build(block: Block) -> None:
 def run_check(task: tuple[Block, torch.dtype, bool | None]) -> dict[str, Any]:
     """One row: goodness and tail of f in one layout or the other, or, for None, the kernels of the whole block."""
     block, dtype, last = task
-    row: dict[str, Any] = {"block": str(block), "dtype": str(dtype)} | ({} if last is None else {"channels_last": last})
-    names = FIELDS if last is None else ("g", "df", "dW", "h")
+    row = describe_task(task)
     try:
-        row |= check_block(block, dtype) if last is None else check(block, dtype, last)
-        row["ok"] = all(row[name] < LIMITS[dtype] for name in names)
+        errors = check_block(block, dtype) if last is None else check(block, dtype, last)
+        row |= errors | {"ok": all(error < LIMITS[dtype] for error in errors.values())}
     except Exception as error:
         row |= {"ok": False, "error": f"{type(error).__name__}: {error}"[:300]}
     torch.cuda.empty_cache()
     return row
 
 
+def describe_task(task: tuple[Block, torch.dtype, bool | None]) -> dict[str, Any]:
+    block, dtype, last = task
+    which = {"block": str(block), "scales": list(block.scales), "pool": block.pool, "projections": block.projections}
+    return which | {"dtype": str(dtype)} | ({} if last is None else {"channels_last": last})
+
+
 def run_checks(report: dict[str, Any]) -> bool:
     """Fill ``report['checks']`` and ``report['blocks']``; True when every error is within its limit."""
-    tasks = [(block, dtype, last) for block in reversed(BLOCKS) for dtype in LIMITS for last in (True, False, None)]
-    rows = run_all(run_check, tasks, CHECKERS, lambda: report.update(integration=check_integration()))
+    report |= {"integration": check_integration(), "checks": [], "blocks": []}
     print("integration:", report["integration"], flush=True)
-    report["checks"], report["blocks"] = [], []
-    for task, row in zip(tasks, rows, strict=True):
-        lost = {"block": str(task[0]), "dtype": str(task[1]), "ok": False, "error": repr(row)}
-        found = lost if isinstance(row, Exception) else row
-        report["blocks" if task[2] is None else "checks"].append(found)
-        if not found["ok"]:
-            print("WRONG", found, flush=True)
+    blocks = recipe_blocks()
+    for large, processes in CHECKERS.items():
+        mine = [block for block in blocks if (block.batch * block.channels * block.size**2 >= LARGE) is large]
+        tasks = [(block, dtype, last) for block in mine for dtype in LIMITS for last in (True, False, None)]
+        for task, result in zip(tasks, run_all(run_check, tasks, processes), strict=True):
+            lost = isinstance(result, Exception)
+            row = describe_task(task) | {"ok": False, "error": repr(result)} if lost else result
+            report["blocks" if task[2] is None else "checks"].append(row)
+            if not row["ok"]:
+                print("WRONG", row, flush=True)
     integrated = all(value == "ok" for value in report["integration"].values())
     return integrated and all(row["ok"] for row in [*report["checks"], *report["blocks"]])
 
@@ -227,20 +247,22 @@ def bandwidth(block: Block, row: dict[str, Any], name: str) -> str:
     return f"{row[name]:8.1f} {(size + out) / row[name] / 1e3:6.0f} {(size + out) / row[name] * 1e6 / PEAK:4.0%}"
 
 
+def worst(rows: list[dict[str, Any]], name: str) -> float:
+    """The largest error; one that is no number is infinite."""
+    return max(math.inf if math.isnan(row[name]) else row[name] for row in rows if name in row)
+
+
 def print_tables(report: dict[str, Any]) -> None:
     """One line a block, last, so that the end of the output is the result."""
-    worst: dict[tuple[str, bool], dict[str, float]] = {}
+    groups: dict[str, list[dict[str, Any]]] = {}
     for row in report.get("checks", []):
-        best = worst.setdefault((row["dtype"], row.get("channels_last", True)), {})
-        for name in ("g", "df", "dW", "h"):
-            best[name] = max(best.get(name, 0.0), row.get(name, math.inf))
-    for (dtype, last), errors in worst.items():
-        text = "  ".join(f"{name} {error:.1e}" for name, error in errors.items())
-        print(f"worst error {dtype:15} {'channels_last' if last else 'contiguous':13} {text}")
-    for dtype in LIMITS if "blocks" in report else ():
-        rows = [row for row in report["blocks"] if row["dtype"] == str(dtype)]
-        text = "  ".join(f"{name} {max(row.get(name, math.inf) for row in rows):.1e}" for name in FIELDS)
-        print(f"worst error {dtype!s:15} whole blocks  {text}")
+        layout = "channels_last" if row["channels_last"] else "contiguous"
+        groups.setdefault(f"{row['dtype']:15} {layout:13}", []).append(row)
+    for row in report.get("blocks", []):
+        groups.setdefault(f"{row['dtype']:15} {'whole blocks':13}", []).append(row)
+    for title, rows in groups.items():
+        text = "  ".join(f"{name} {worst(rows, name):.1e}" for name in ("df", *FIELDS) if any(name in r for r in rows))
+        print(f"{len(rows)} rows, {sum(not row['ok'] for row in rows)} wrong, worst error {title} {text}")
     if "times" not in report:
         return
     print(f"{'us, GB/s, share':28} {'forward':>20} {'backward':>20} {'tail':>20} {'eager':>8} {'compiled':>8} "

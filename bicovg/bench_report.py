@@ -35,6 +35,7 @@ def describe_case(case: Case) -> Row:
         "image_size": data.image_size,
         "precision": train.precision,
         "clip_norm": train.clip_norm,
+        "learning_rate": case.config.optim.lr,
     }
 
 

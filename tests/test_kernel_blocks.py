@@ -1,0 +1,44 @@
+"""What ``make kernels`` checks on a GPU: nothing that a recipe trains may be missing."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bicovg.blocks import Block
+from bicovg.goodness import BiCovG
+from bicovg.preparation import build_on
+from bicovg.recipes import RECIPES, get_recipe
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def checked() -> list[tuple[object, ...]]:
+    code = "import kernel_blocks as k; print([tuple(block) for block in k.recipe_blocks()])"
+    found = subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True, check=True)
+    return ast.literal_eval(found.stdout)  # type: ignore[no-any-return]
+
+
+def test_every_exit_of_every_recipe_is_checked(checked: list[tuple[object, ...]]) -> None:
+    goodness = {(C, H, scales, N) for _, _, C, H, scales, _, N in checked}
+    tails = {(C, H, pool) for _, _, C, H, _, pool, _ in checked}
+    for name in RECIPES:
+        config = get_recipe(name)
+        side = config.data.image_size // config.model.stem
+        for block in build_on(config, torch.device("meta")).modules():
+            if not isinstance(block, Block):
+                continue
+            C = block.conv.out_channels
+            if isinstance(block.goodness, BiCovG):
+                N = 0 if block.goodness.weight is None else len(block.goodness.weight)
+                assert (C, side, block.goodness.scales, N) in goodness, (name, block.index)
+            assert (C, side, block.pool) in tails, (name, block.index)
+            side = side // 2 if block.pool else side
+
+
+def test_none_is_checked_twice(checked: list[tuple[object, ...]]) -> None:
+    assert len({row[2:] for row in checked}) == len(checked)

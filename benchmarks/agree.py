@@ -10,22 +10,23 @@ later ones in the mean of 20, as single steps are noisy. After the third step no
 import argparse
 import json
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
-import torch._dynamo
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from machine import describe
+
+from bicovg.bench_worker import compiled_graphs
 from bicovg.config import Config, override
 from bicovg.data.splits import load_splits, make_loaders
 from bicovg.engine import CompiledEngine, EagerEngine, GraphEngine
 from bicovg.optim import make_optimizers
 from bicovg.preparation import build_on
 from bicovg.recipes import get_recipe
-from bicovg.runlog import find_commit
 
 STEPS, FIRST, MEAN_OF = 200, 5, 20
 LIMITS = {"float32": 2e-3, "bfloat16": 2e-2}  # of the first steps' losses
@@ -44,15 +45,11 @@ def train(kind: type[EagerEngine], config: Config) -> tuple[Tensor, int]:
         for loss in engine.steps(epoch):
             losses.append(loss.clone())
             if len(losses) == 3:
-                graphs = compiled()
+                graphs = compiled_graphs()
             if len(losses) == STEPS:
                 break
         epoch += 1
-    return torch.stack(losses).cpu(), compiled() - graphs
-
-
-def compiled() -> int:
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return torch.stack(losses).cpu(), compiled_graphs() - graphs
 
 
 def judge(curve: Tensor, eager: Tensor, recompiled: int, precision: str) -> dict[str, Any]:
@@ -89,15 +86,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     rows = [compare(recipe, args.precision, args.data_root) for recipe in args.recipes]
-    report = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": find_commit(),
-        "command": f"python benchmarks/agree.py {' '.join(args.recipes)} --precision {args.precision}",
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "rows": rows,
-    }
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    args.out.write_text(json.dumps(describe() | {"rows": rows}, indent=1) + "\n")
     print(json.dumps(rows))
     return 0 if all(row[kind.name]["ok"] for row in rows for kind in (CompiledEngine, GraphEngine)) else 1
 

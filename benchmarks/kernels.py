@@ -15,7 +15,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from kernel_blocks import (
 )
 from kernel_checks import FIELDS, check_block, with_mixing
 from kernel_sweep import run_sweep
+from machine import describe
 from torch import Tensor
 
 from bicovg.draws import make_keys
@@ -41,7 +41,6 @@ from bicovg.goodness import bicovg
 from bicovg.kernels.goodness import fused_bicovg
 from bicovg.kernels.tail import fused_tail
 from bicovg.layers import keyed_dropout, rms_norm, rms_pool
-from bicovg.runlog import find_commit
 
 LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 LARGE = 1 << 27  # elements of f
@@ -275,17 +274,6 @@ def print_tables(report: dict[str, Any]) -> None:
         ratio = row["eager"] / (row["forward"] + row["backward"])
         compiled = f"{row['compiled']:8.1f}" if "compiled" in row else f"{'-':>8}"
         print(f"{block!s:28} {cells} {row['eager']:8.1f} {compiled} {ratio:5.1f} {row['eager_tail']:10.1f}")
-
-
-def describe() -> dict[str, Any]:
-    """What the numbers were measured on, and how."""
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": find_commit(),
-        "command": " ".join(sys.argv),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-    }
 
 
 def main() -> int:

@@ -12,18 +12,18 @@ import json
 import statistics
 import subprocess
 import sys
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
+from machine import describe
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bicovg.bench_cases import BARE, CONSTANT, FROZEN, STRICT, make_cases
 from bicovg.bench_worker import Session
 from bicovg.config import override
 from bicovg.recipes import get_recipe
-from bicovg.runlog import find_commit
 
 
 class Meter:
@@ -54,9 +54,8 @@ def measure(recipe: str, kind: str, frozen: bool, args: argparse.Namespace) -> d
     config = override(get_recipe(recipe), {"data.name": "synthetic", "train.precision": args.precision})
     case = make_cases(config)[kind]
     rates = FROZEN if frozen else {"optim.lr": config.optim.lr, "optim.lr_min": config.optim.lr_min}
-    request = {**case.as_json(), "engine": args.engine, "fraction": None}
-    request["config"] = {**request["config"], "optim": {**request["config"]["optim"], **plain(rates)}}
-    session = Session(request)
+    case = replace(case, config=override(case.config, rates))
+    session = Session({**case.as_json(), "engine": args.engine, "fraction": None})
     session.warm_up(5)
     with Meter() as meter:
         blocks = session.time_blocks(args.steps, args.blocks)["milliseconds"]
@@ -74,10 +73,6 @@ def measure(recipe: str, kind: str, frozen: bool, args: argparse.Namespace) -> d
     del session
     gc.collect()
     return row
-
-
-def plain(rates: dict[str, float]) -> dict[str, float]:
-    return {name.removeprefix("optim."): rate for name, rate in rates.items()}
 
 
 def main() -> None:
@@ -102,15 +97,7 @@ def main() -> None:
             rows.append(measure(recipe, kind, frozen, args))
             shown = {key: value for key, value in rows[-1].items() if key != "blocks"}
             print(json.dumps(shown), flush=True)
-    report = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": find_commit(),
-        "command": f"python benchmarks/share.py {' '.join(args.recipes)}",
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "torch": torch.__version__,
-        "rows": rows,
-    }
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    args.out.write_text(json.dumps(describe() | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from bicovg.recipes import CLASSIC
 UNIT_BLOCKS = (1, 2, 4, 8, 16)
 MICRO_BATCHES = (2, 4)
 BASELINE = "end-to-end"
-STRICT, CONSTANT, BARE = "strict", "strict-constant", "strict-bare"
+STRICT, FAL, CONSTANT, BARE = "strict", "strict-fal", "strict-constant", "strict-bare"
 # Steps without goodness do all of an update's work with a learning rate of 0: moved by their stand-in's gradient,
 # activations would vanish, and a GPU at its power limit runs faster on zeros.
 FROZEN = {"optim.lr": 0.0, "optim.lr_min": 0.0}
@@ -61,7 +61,7 @@ def make_cases(config: Config) -> dict[str, Case]:
 
     end_to_end = {"model.scope": "end-to-end"}
     add(STRICT, {})
-    add("strict-fal", {"model.alignment": True})
+    add(FAL, {"model.alignment": True})
     add(CONSTANT, FROZEN, stand_in="constant")
     add(BARE, FROZEN, stand_in="bare")
     for m in (m for m in UNIT_BLOCKS if len(config.model.channels) % m == 0):

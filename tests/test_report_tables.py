@@ -9,7 +9,7 @@ from report_cases import make_run
 from bicovg.cli import main
 from bicovg.diagnostics import decline_area, tail_retention
 from bicovg.errors import UserError
-from bicovg.records import write_record
+from bicovg.records import load_records, write_record
 from bicovg.report.record_charts import KINDS, record_charts
 from bicovg.report.tables import FIGURES, TABLES, draw_figures, fill_file, fill_tables, read_records, update_tables
 
@@ -150,6 +150,43 @@ def test_the_early_exit_table_is_that_of_the_curve_beside_the_record(tmp_path: P
     assert "| mine | mean of blocks so far | 71.00 | 1.60x | 70.25 | 0.75 | held-out |" in table
 
 
+RATIOS = {"strict": 1.2344, "strict-fal": 1.1}
+
+
+def test_the_tables_of_engines_show_their_records_and_their_distances(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "not run" in TABLES["engines"]({})
+    assert "not run" in TABLES["agreement"]({})
+    results = tmp_path / "benchmarks" / "results"
+    make_record(results / "engines" / "eager", make_run(tmp_path / "run", "cifar100-bicovg", epochs=5))
+    (record,) = load_records(results / "engines").values()
+    mean = record["runs"][0]["mean"]["top1"]
+    cells = TABLES["engines"]({}).splitlines()[2].strip("| ").split(" | ")
+    assert cells[:4] == [record["runs"][0]["engine"], "cifar100-bicovg", "5", "1"]
+    assert cells[-1] == f"{mean:.2f}"
+    far = {"largest_difference_first_steps": 0.00123, "largest_difference_of_means": 0.5, "recompiled": 2}
+    near = {"largest_difference_first_steps": 0.0, "largest_difference_of_means": 4e-7, "recompiled": 0}
+    row = {"recipe": "digits", "precision": "float32", "compiled": far, "graph": near}
+    (results / "agree-some.json").write_text(json.dumps({"rows": [row]}))
+    assert TABLES["agreement"]({}).splitlines()[2:] == [
+        "| digits | float32 | compiled | 1.2e-03 | 5.0e-01 | 2 |",
+        "| digits | float32 | graph | 0.0e+00 | 4.0e-07 | 0 |",
+    ]
+
+
+def test_the_table_of_times_holds_full_runs_alone(tmp_path: Path) -> None:
+    for name, epochs in (("whole", 400), ("short", 100)):
+        make_record(tmp_path / "records" / name, make_run(tmp_path / name, "cifar100-bicovg", epochs=epochs))
+    records = read_records(tmp_path)
+    entry = records["whole"]["runs"][0]
+    entry |= {"wall_seconds": 301.4, "images_per_second": 77036.2, "peak_memory_bytes": 1_090_000_000}
+    entry |= {"gpu": "GPU", "torch": "2.0+x"}
+    rows = TABLES["times"](records).splitlines()[2:]
+    assert rows == ["| whole | 400 | 1 | 301 | 77036 | 1.09 | GPU, torch 2.0 |"]
+
+
 def test_the_speed_table_shows_what_was_measured_in_turns_on_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,13 +201,18 @@ def test_the_speed_table_shows_what_was_measured_in_turns_on_a_gpu(
         return {"name": name, "status": "ok", "memory": memory, **known}
 
     sides = [side("strict", 1234.4, 1_500_000_000), side("end-to-end", 1000.0, 3_000_000_000)]
-    ratio = {"strict": {"median": 1.2344, "min": 1.2, "max": 1.25}}
+    ratio = {name: {"median": median, "min": 1.2, "max": 1.25} for name, median in RATIOS.items()}
     turns = {"run": 0, "sides": sides, "speed_over_end-to-end": ratio, "goodness_share": 0.1234}
     run = {"id": 0, "gpu": "GPU", "torch": "2.0+x", "commit": "abc"}
     found = {"recipe": "imagenet100-bicovg", "runs": [run], "rows": [], "side_by_side": [turns]}
     path.write_text(json.dumps(found))
-    cells = "| 1,234 | 1,000 | 1.234 (1.200-1.250) | 1.50 | 3.00 | 0.50 | 12.3% | GPU, torch 2.0, abc |"
-    assert TABLES["speed"]({}).splitlines()[2] == f"| imagenet100-bicovg | 128 | 224 | bfloat16 {cells}"
+    known = "| imagenet100-bicovg | 128 | 224 | bfloat16 | 1,234 | 1,000 | 1.234 (1.200-1.250) "
+    rest = "| 1.50 | 3.00 | 0.50 | 12.3% | GPU, torch 2.0, abc |"
+    assert TABLES["speed"]({}).splitlines()[2] == f"{known}| - | - {rest}"
+    with_fal = {**turns, "sides": [*sides, side("strict-fal", 1100.0, 1_600_000_000)]}
+    path.write_text(json.dumps({**found, "side_by_side": [with_fal]}))
+    assert TABLES["speed"]({}).splitlines()[2] == f"{known}| 1,100 | 1.100 {rest}"
+    path.write_text(json.dumps(found))
     assert "| strict | 5 | 1234 | 1.50 | 0.50 |" in TABLES["efficiency"]({})
     path.write_text(json.dumps({**found, "rows": [side("strict", 999.0, 2_000_000_000)]}))
     assert "| strict | 5 | 999 | 2.00 | 0.67 |" in TABLES["efficiency"]({})

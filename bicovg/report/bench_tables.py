@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from bicovg.bench_cases import BASELINE, STRICT
+from bicovg.bench_cases import BASELINE, FAL, STRICT
 from bicovg.bench_report import FOLDER
 from bicovg.recipes import get_recipe
 from bicovg.report.benchmarks import read_bench
@@ -26,7 +26,8 @@ def bench_files() -> list[dict[str, Any]]:
 def speed_table() -> str:
     """Strict against end-to-end on a GPU, measured in turns: speed, memory, and what goodness takes of the step."""
     header = ["backbone of", "batch", "px", "precision", "strict, img/s", "end-to-end, img/s", "ratio, rounds from-to"]
-    header += ["strict, GB", "end-to-end, GB", "memory ratio", "goodness share", "measured on"]
+    header += ["strict + FAL, img/s", "ratio", "strict, GB", "end-to-end, GB", "memory ratio", "goodness share"]
+    header.append("measured on")
     rows = []
     for result in bench_files():
         machines = {entry["id"]: entry for entry in result["runs"]}
@@ -40,17 +41,23 @@ def speed_table() -> str:
 
 def speed_cells(table: dict[str, Any], sides: dict[str, Any]) -> list[str]:
     mine, other = sides[STRICT], sides[BASELINE]
-    ratio, share = table[f"speed_over_{BASELINE}"][STRICT], table["goodness_share"]
+    ratios, share = table[f"speed_over_{BASELINE}"], table["goodness_share"]
+    ratio, aligned = ratios[STRICT], sides.get(FAL)
     return [
         str(mine["batch_size"]),
         str(mine["image_size"]),
         mine["precision"],
-        *[f"{side['images_per_second']['median']:,.0f}" for side in (mine, other)],
+        *[speed_of(side) for side in (mine, other)],
         f"{ratio['median']:.3f} ({ratio['min']:.3f}-{ratio['max']:.3f})",
+        *(["-", "-"] if aligned is None else [speed_of(aligned), f"{ratios[FAL]['median']:.3f}"]),
         *[f"{peak_bytes(side) / 1e9:.2f}" for side in (mine, other)],
         f"{peak_bytes(mine) / peak_bytes(other):.2f}",
         "-" if share is None else f"{share:.1%}",
     ]
+
+
+def speed_of(row: dict[str, Any]) -> str:
+    return f"{row['images_per_second']['median']:,.0f}"
 
 
 def describe_machine(machine: dict[str, Any]) -> str:

@@ -5,12 +5,14 @@ A table stands in a Markdown file between ``<!-- table: NAME -->`` and ``<!-- en
 hand.
 """
 
+import json
 import os
 import re
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from bicovg.bench_report import FOLDER
 from bicovg.diagnostics import mean_gain
 from bicovg.errors import UserError
 from bicovg.recipes import get_recipe
@@ -209,6 +211,48 @@ def early_exit_table(records: Records) -> str:
     return markdown(header, rows or [[NOT_RUN, *[""] * 6]])
 
 
+def times_table(records: Records) -> str:
+    """What full runs took, of the real data sets: evaluations included, one seed's mean where there are several."""
+    header = ["record", "epochs", "seeds", "wall time, s", "images/s, median of epochs", "peak GB", "measured on"]
+    rows = []
+    for record in records.values():
+        if record["epochs"] == record["recipe_epochs"] and record["data"] != "digits":
+            seconds, speeds, peaks = (
+                seed_values(record, key) for key in ("wall_seconds", "images_per_second", "peak_memory_bytes")
+            )
+            places = {f"{run['gpu'] or 'CPU'}, torch {(run['torch'] or '?').split('+')[0]}" for run in record["runs"]}
+            known = [record["name"], length(record), str(len(record["seeds"])), cell(seconds, 0)]
+            peak = cell([None if one is None else one / 1e9 for one in peaks])
+            rows.append([*known, cell(speeds, 0), peak, "; ".join(sorted(places))])
+    return markdown(header, rows or [[NOT_RUN, *[""] * (len(header) - 1)]])
+
+
+def engines_table() -> str:
+    """The same training in two engines, two seeds each: records that lie beside the benchmarks."""
+    header = ["engine", "recipe", "epochs", "seeds", "last", "mean", "fused on train", "mean of each seed"]
+    rows = []
+    for record in load_records(FOLDER / "engines").values():
+        means = seed_values(record, "mean", "top1")
+        values = [cell(seed_values(record, *key, "top1")) for key in (("last",), ("mean",), ("fusion", "train"))]
+        known = [record["runs"][0]["engine"], record["recipe"], str(record["epochs"]), str(len(record["seeds"]))]
+        rows.append([*known, *values, ", ".join(f"{mean:.2f}" for mean in means)])
+    return markdown(header, rows or [[NOT_RUN, *[""] * (len(header) - 1)]])
+
+
+def agreement_table() -> str:
+    """How far 200 steps of the other engines are from the eager ones, from ``benchmarks/agree.py``."""
+    header = ["recipe", "precision", "engine", "first 5 losses", "means of 20 losses", "compiled after the third step"]
+    rows = []
+    for path in sorted(FOLDER.glob("agree-*.json")):
+        for row in json.loads(path.read_text())["rows"]:
+            for engine in ("compiled", "graph"):
+                found = row[engine]
+                first, later = found["largest_difference_first_steps"], found["largest_difference_of_means"]
+                cells = [row["recipe"], row["precision"], engine, f"{first:.1e}", f"{later:.1e}"]
+                rows.append([*cells, str(found["recompiled"])])
+    return markdown(header, rows or [[NOT_RUN, *[""] * (len(header) - 1)]])
+
+
 TABLES: dict[str, Callable[[Records], str]] = {
     "headline": headline_table,
     "results": results_table,
@@ -217,6 +261,9 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "diagnostics": diagnostics_table,
     "readings": readings_table,
     "early-exit": early_exit_table,
+    "times": times_table,
+    "engines": lambda records: engines_table(),
+    "agreement": lambda records: agreement_table(),
     "speed": lambda records: speed_table(),
     "efficiency": lambda records: efficiency_table(),
 }

@@ -10,7 +10,7 @@ from archives import labelled, write_classes, write_parquet
 
 from bicovg.config import AugmentConfig, Config, DataConfig, TrainConfig
 from bicovg.data.sources import open_source
-from bicovg.data.splits import Splits, load_splits, make_loaders
+from bicovg.data.splits import Splits, eval_batch, load_splits, make_loaders
 from bicovg.data.store import pack
 from bicovg.data.store_holdout import stratified_holdout
 from bicovg.errors import UserError
@@ -110,3 +110,13 @@ def test_only_training_batches_are_augmented_and_all_are_normalised_as_told(norm
     for name in ("train", "augmented"):
         seen = torch.cat([batch.images for batch in loaders[name].batches(0)]).permute(0, 2, 3, 1).numpy() * std + mean
         assert np.ptp(seen, axis=3).max() < 1e-5, "every training image was made gray"
+
+
+@pytest.mark.parametrize(
+    ("image_size", "device", "images"),
+    [(8, "cpu", 512), (32, "cpu", 512), (32, "cuda", 1024), (64, "cuda", 512), (224, "cuda", 64), (224, "cpu", 64)],
+)
+def test_an_evaluation_batch_holds_few_large_images_and_many_small_ones(
+    image_size: int, device: str, images: int
+) -> None:
+    assert eval_batch(image_size, torch.device(device)) == images

@@ -12,7 +12,7 @@ from collections import deque
 from contextlib import ExitStack, closing
 from typing import Any
 
-from bicovg.bench_cases import BARE, BASELINE, CONSTANT, STRICT, Case, make_cases, pick_cases
+from bicovg.bench_cases import BARE, BASELINE, CONSTANT, FAL, STRICT, Case, make_cases, pick_cases
 from bicovg.bench_client import OUT_OF_TIME, Answer, Deadline, Worker
 from bicovg.bench_report import describe_case, merge_results, print_rows, print_side_by_side, results_path
 from bicovg.bench_turns import Round, Side, compare_sides
@@ -22,8 +22,8 @@ from bicovg.roofline import describe_roofline
 
 ENGINE_CHOICES = ("auto", "fastest", "graph", "graph-plain", "graph-inductor", "compiled", "eager")
 STEADY_STEPS = {"cuda": 18, "cpu": 1}  # the steady peak is taken over steps 3 to 20 of a GPU
-TURNS = (STRICT, BASELINE, CONSTANT, BARE)
-TRIALS = 7  # halvings of the range in which the smallest memory lies
+TURNS = (STRICT, BASELINE, FAL, CONSTANT, BARE)
+TRIALS = 7  # in the search of the smallest memory: all that was held, then halvings of the range below
 Row = dict[str, Any]
 
 
@@ -150,20 +150,23 @@ class Bench:
             return self.row(case, engine, {**built, **timed})
 
     def smallest_memory(self, case: Case, row: Row) -> int | None:
-        """Bytes of the smallest share of the device's memory in which a fresh process still trains, by bisection."""
-        total = self.machine["gpu_bytes"]
-        low, high, found = row["memory"]["steady_bytes"] / 2, row["memory"]["reserved_bytes"], None
-        for _ in range(TRIALS):
-            if self.deadline.passed():
-                break
-            middle = (low + high) / 2
+        """Bytes of the smallest share of the device's memory in which a fresh process still trains, by bisection.
+
+        None where the time did not suffice, or where not even all that the row held was enough.
+        """
+        memory, total = row["memory"], self.machine["gpu_bytes"]
+        low, high, found = memory["steady_bytes"] / 2, max(memory["first_steps_bytes"], memory["reserved_bytes"]), None
+        for trial in range(TRIALS):
+            tried = high if trial == 0 else (low + high) / 2
             with self.take_worker() as worker:
                 self.start_ahead(1)
-                built = self.build(worker, case, row["engine_asked"], middle / total)
+                built = self.build(worker, case, row["engine_asked"], tried / total)
+            if built.get("error") == OUT_OF_TIME or (trial == 0 and "error" in built):
+                return None
             if "error" in built:
-                low = middle
+                low = tried
             else:
-                high = found = middle
+                high = found = tried
         return None if found is None else round(found)
 
     def row(self, case: Case, engine: str, answer: Answer) -> Row:
@@ -196,7 +199,10 @@ class Bench:
             sides = [self.fastest_side(case, stack) for case in cases]
             rounds: list[Round] = []
             while len(rounds) < self.args.repeats and not self.deadline.passed():
-                times = {side.case.name: side.time_block(self.args.steps) for side in sides}
+                first = len(rounds) % len(sides)  # no side always follows the same neighbour, which heats the device
+                times = {
+                    side.case.name: side.time_block(self.args.steps) for side in (*sides[first:], *sides[:first])
+                }
                 rounds.append({name: ms for name, ms in times.items() if ms is not None})
         rows = [self.side_row(side, rounds) for side in sides]
         return {"sides": rows, "rounds": len(rounds), **compare_sides(rounds)}

@@ -22,12 +22,10 @@ import torch
 from torch import Tensor
 
 from bicovg.bench_variants import accumulate_gradients, replace_goodness
-from bicovg.blocks import Block
 from bicovg.config import Config, from_json, override
 from bicovg.data.augment import Augmentation
 from bicovg.data.loader import Loader, TensorImages
-from bicovg.engine import EagerEngine, GraphEngine, make_engine
-from bicovg.goodness import BiCovG
+from bicovg.engine import EagerEngine, GraphEngine, make_engine, make_plain
 from bicovg.networks import LocalNetwork, count_parameters
 from bicovg.optim import make_optimizers
 from bicovg.preparation import build_on, pick_device
@@ -69,9 +67,7 @@ def build_engine(
     if name == "graph-plain":
         return GraphEngine(net, optimizers, config, loader, compiled=False)
     if name == "graph-inductor":
-        for module in net.modules():
-            if isinstance(module, Block | BiCovG):
-                module.plain = True
+        make_plain(net)
         return GraphEngine(net, optimizers, config, loader, compiled=True)
     return make_engine(net, optimizers, override(config, {"train.engine": name}), loader)
 
@@ -111,11 +107,11 @@ class Session:
         begun = time.perf_counter()
         reset_peak_memory(self.device)
         self.run(FIRST_STEPS)
-        first = peak_memory(self.device)
+        on_gpu = self.device.type == "cuda"
+        first, reserved = peak_memory(self.device), torch.cuda.max_memory_reserved() if on_gpu else 0
         reset_peak_memory(self.device)
         self.run(steps)
         steady = peak_memory(self.device)
-        on_gpu = self.device.type == "cuda"
         saved = None
         if not on_gpu:
             with track_saved_bytes(exclude=self.net) as tally:
@@ -128,7 +124,7 @@ class Session:
             "memory": {
                 "steady_bytes": steady if on_gpu else None,
                 "first_steps_bytes": max(first, steady) if on_gpu else None,
-                "reserved_bytes": torch.cuda.max_memory_reserved() if on_gpu else None,
+                "reserved_bytes": max(reserved, torch.cuda.max_memory_reserved()) if on_gpu else None,
                 "resident_bytes": None if on_gpu else steady,
                 "saved_bytes": saved,
                 "data_bytes": self.data_bytes(),

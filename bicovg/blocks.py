@@ -8,7 +8,7 @@ computed without one, so no gradient can leave it: isolation is structural, not 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -21,6 +21,9 @@ from bicovg.goodness import BiCovG, Readout
 from bicovg.layers import FeatureAlignment, add_offset, keyed_dropout, rms_norm, rms_pool
 from bicovg.offsets import attach_offset
 from bicovg.signals import Credit, exit_credit
+
+if TYPE_CHECKING:
+    from bicovg.aside import Aside
 
 
 class Block(nn.Module):
@@ -35,11 +38,13 @@ class Block(nn.Module):
         plain: keep to the plain functions even where fused kernels could run.
         emitted: called with h as soon as it is written, in the last block of a unit on the fused kernels.
         shadow: the convolution's weight in bfloat16, which takes its place and its gradient in training.
+        aside: where the shadow's gradient is computed, in a network trained end to end on a GPU.
     """
 
     plain = False
     emitted: Callable[[Tensor], object] | None = None
     shadow: Tensor | None = None
+    aside: "Aside | None" = None
 
     def __init__(
         self,
@@ -87,6 +92,10 @@ class Block(nn.Module):
 
             return image_conv(x, weight)
         if weight is self.shadow:
+            if self.aside is not None and self.conv.bias is None and torch.is_grad_enabled():
+                from bicovg.aside import conv_aside
+
+                return conv_aside(x, weight, self.aside)
             return F.conv2d(x, weight, self.conv.bias, padding=1)
         y: Tensor = self.conv(x)
         return y

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from bicovg.fusion import LogisticFusion
+from bicovg.fusion import LogisticFusion, whole_float32
 
 RULES = ("mean", "own", "fused")
 BINS = 15  # of the calibration error
@@ -40,7 +40,8 @@ def rule_weights(rule: str, logits: Float[Tensor, "e n k"], labels: Int[Tensor, 
 
 def combine_exits(logits: Float[Tensor, "e n k"], weights: Float[Tensor, "e e"]) -> Float[Tensor, "e n k"]:
     """What every exit predicts, by a rule's weights."""
-    return torch.einsum("le,enk->lnk", weights, logits.float())
+    with whole_float32():
+        return torch.einsum("le,enk->lnk", weights, logits.float())
 
 
 def fit_temperature(logits: Float[Tensor, "n k"], labels: Int[Tensor, " n"], least: float = 0.02) -> float:

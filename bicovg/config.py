@@ -107,7 +107,7 @@ class TrainConfig:
     clip_scope: str = _field("unit", "the clip covers each unit, or global (summed only)", choices=("unit", "global"))
     overlap: bool = _field(True, "GPU: all units side by side on several streams, not just small ones; takes memory")
     precision: str = _field("float32", "float32 or bfloat16 (autocast)")
-    engine: str = _field("auto", "auto, graph, compiled or eager")
+    engine: str = _field("auto", "auto, graph, compiled, eager or plain")
     device: str = _field("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
     threads: int = _field(0, "CPU threads; 0 leaves torch's choice", low=0, high=1024)
     eval_every: int = _field(1, "epochs between evaluations of every exit; the last epoch is always evaluated", low=1)

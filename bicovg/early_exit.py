@@ -23,6 +23,7 @@ from bicovg.blocks import Block, Unit
 from bicovg.calibration import RULES, calibration_error, combine_exits, fit_temperature, rule_weights
 from bicovg.errors import UserError
 from bicovg.evaluation import both_accuracies
+from bicovg.fusion import weigh_exits
 from bicovg.networks import LocalNetwork
 
 SPEEDUPS = (1.25, 1.5, 2.0, 3.0)
@@ -191,7 +192,7 @@ def predict_early(
     seen = next(walk).float()[None]  # logits of the waiting samples at the exits so far
     found = torch.zeros_like(seen[0])
     for index, temperature in enumerate(temperatures):
-        z = torch.einsum("e,ebk->bk", weights[index, : index + 1], seen)
+        z = weigh_exits(weights[index, : index + 1], seen)
         probabilities = (z / temperature).softmax(dim=1)
         sure = (probabilities.amax(dim=1) >= threshold) | (index + 1 == len(temperatures))
         found[waiting[sure]], left_by[waiting[sure]] = probabilities[sure], index

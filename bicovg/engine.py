@@ -1,32 +1,41 @@
 """Runs training steps: eager anywhere; compiled, or the whole step as one captured CUDA graph, on a GPU.
 
+``plain`` is eager without a kernel of ours, from the functions that define the method: slow on a GPU, and what the
+other engines are compared with.
+
 The captured step holds everything: gather by index, augmentation draws, all units, clipping, optimizers. Between two
 replays the host only copies the next indices and a few numbers into static buffers.
 """
 
 from collections.abc import Iterator
+from contextlib import closing
+from types import TracebackType
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from bicovg.aside import Aside
 from bicovg.blocks import Block
 from bicovg.config import Config
 from bicovg.data.loader import Batch, Loader
 from bicovg.distributed import ALONE, Processes, Team
 from bicovg.draws import DROPOUT, make_keys
+from bicovg.errors import UserError
+from bicovg.goodness import BiCovG
 from bicovg.guard import Guard, NonFinite
-from bicovg.lanes import Lanes, OneLane, first_small_unit
+from bicovg.lanes import SMALL, Lanes, OneLane, first_small_unit
 from bicovg.networks import LocalNetwork
 from bicovg.optim import learning_rate, set_learning_rate
 from bicovg.reduction import NoReduction, UnitReduction
+from bicovg.roofline import trace_layers
 from bicovg.signals import wake_autograd
 from bicovg.state import Snapshot
 from bicovg.step import PRECISIONS, prepared_step
 from bicovg.synced_norm import apply_norm_stats
 from bicovg.updates import FusedUpdates, updates_available
 
-ENGINES = ("auto", "graph", "compiled", "eager")
+ENGINES = ("auto", "graph", "compiled", "eager", "plain")
 WARMUP_STEPS = 3
 LANES = 4
 FUSED_UPDATES = True  # bicovg.updates instead of torch's clip, check and optimizer
@@ -60,6 +69,9 @@ class EagerEngine:
         self.guard: Guard | None = self.make_guard()
         self.lanes: OneLane | None = None
         self.reduction: NoReduction | None = None
+
+    def warm_up(self) -> None:
+        """Whatever has to be compiled or captured before the first step; leaves weights and optimizers as they are."""
 
     def make_guard(self) -> Guard:
         train = self.config.train
@@ -124,6 +136,22 @@ class CompiledEngine(EagerEngine):
         super().__init__(net, optimizers, config, loader)
         compile_units(net)
 
+    def warm_up(self) -> None:
+        with TrainingState(self.net, self.optimizers), closing(self.loader.batches(0)) as batches:
+            self.train_batch(next(batches), 0)
+        assert self.guard is not None
+        self.guard.reset()
+
+
+class PlainEngine(EagerEngine):
+    """Eager steps of the plain PyTorch functions alone."""
+
+    name = "plain"
+
+    def __init__(self, net: LocalNetwork, optimizers: list[Optimizer], config: Config, loader: Loader) -> None:
+        make_plain(net)
+        super().__init__(net, optimizers, config, loader)
+
 
 class GraphEngine(EagerEngine):
     """The whole step captured once and replayed; needs a GPU and a data set that lives on it.
@@ -152,6 +180,8 @@ class GraphEngine(EagerEngine):
             self.lanes = Lanes(LANES if config.train.overlap else 2, first)
             if not compiled_units:
                 hand_over_early(net, self.lanes)
+        elif len(net.units) == 1 and isinstance(self.guard, FusedUpdates) and self.guard.shadows:
+            self.lanes = move_aside(net, config)
         if compiled_units:
             compile_units(net)
         self.indices = torch.arange(loader.batch_size // loader.world, device=loader.device)
@@ -176,25 +206,28 @@ class GraphEngine(EagerEngine):
 
     def capture(self) -> None:
         """Warm up (compile, library search, optimizer state), undo what the warm-up learned, then record."""
-        state = TrainingState(self.net, self.optimizers)
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARMUP_STEPS):
-                self._body()
-        torch.cuda.current_stream().wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.losses = self._body()
-        state.restore()
+        with TrainingState(self.net, self.optimizers):
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(WARMUP_STEPS):
+                    self._body()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.losses = self._body()
+        self.graph = graph
         if self.guard is not None:
             if isinstance(self.guard, FusedUpdates):
                 self.guard.settle()
             self.guard.reset()
 
-    def steps(self, epoch: int, start: int = 0) -> Iterator[Tensor]:
+    def warm_up(self) -> None:
         if self.graph is None:
             self.capture()
+
+    def steps(self, epoch: int, start: int = 0) -> Iterator[Tensor]:
+        self.warm_up()
         assert self.graph is not None
         assert self.losses is not None
         order = self.loader.order(epoch).to(self.loader.device)
@@ -215,6 +248,15 @@ def fusible(net: LocalNetwork) -> bool:
     return bool(blocks) and all(block.fusible() for block in blocks)
 
 
+def move_aside(net: LocalNetwork, config: Config) -> Aside:
+    """Let weight gradients run beside the rest of the backward pass: all, or those of small blocks alone."""
+    aside, features = Aside(), [layer.features for layer in trace_layers(config)]
+    for block in net.modules():
+        if isinstance(block, Block) and (config.train.overlap or features[block.index] <= SMALL * max(features)):
+            block.aside = aside
+    return aside
+
+
 def hand_over_early(net: LocalNetwork, lanes: Lanes) -> None:
     """Let each unit say itself when its output is written: before its goodness, not after its loss."""
     for unit in net.units:
@@ -224,7 +266,10 @@ def hand_over_early(net: LocalNetwork, lanes: Lanes) -> None:
 
 
 class TrainingState:
-    """A copy of weights, buffers and optimizer state, put back in place: captured addresses stay valid."""
+    """A copy of weights, buffers and optimizer state, put back in place: captured addresses stay valid.
+
+    As a context manager it puts them back at the end, also after an error.
+    """
 
     def __init__(self, net: LocalNetwork, optimizers: list[Optimizer]) -> None:
         self.optimizers = optimizers
@@ -236,6 +281,17 @@ class TrainingState:
             for tensor in state.values()
             if isinstance(tensor, Tensor)
         }
+
+    def __enter__(self) -> "TrainingState":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+        self.restore()
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -256,6 +312,31 @@ def compile_units(net: LocalNetwork) -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(net.units) + 64)
     for unit in net.units:
         unit.forward = torch.compile(unit.forward, dynamic=False)
+
+
+def make_plain(net: LocalNetwork) -> None:
+    """Let the network compute without a kernel of ours."""
+    for module in net.modules():
+        if isinstance(module, Block | BiCovG):
+            module.plain = True
+
+
+def fall_back(engine: EagerEngine, error: Exception) -> EagerEngine:
+    """The next best engine in the place of one whose ``warm_up`` failed, with one line saying why; or the error again.
+
+    Nothing helps where memory ran out, and what is wrong in an eager step is no matter of engines.
+    """
+    kind = {GraphEngine: CompiledEngine, CompiledEngine: EagerEngine}.get(type(engine))
+    if kind is None or isinstance(error, torch.OutOfMemoryError | UserError):
+        raise error
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    print(f"engine {engine.name} failed ({reason}): running {kind.name}", flush=True)
+    for unit in engine.net.units:
+        vars(unit).pop("forward", None)  # a compiled one
+        for block in unit.modules():
+            if isinstance(block, Block):
+                block.emitted = block.aside = None
+    return kind(engine.net, engine.optimizers, engine.config, engine.loader)
 
 
 def make_engine(
@@ -285,6 +366,8 @@ def choose_engine(
     if on_gpu:
         torch.backends.cudnn.benchmark = not config.train.deterministic
         torch.backends.cuda.matmul.allow_tf32 = config.train.precision == "bfloat16"  # the readouts' float32 products
+    if wanted == "plain":
+        return PlainEngine(*arguments)
     if wanted == "eager" or (wanted == "auto" and not on_gpu):
         return EagerEngine(*arguments)
     if not on_gpu:

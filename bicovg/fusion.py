@@ -1,8 +1,12 @@
 """From exit logits (E, B, K) to one prediction: best block, last block, uniform mean, Logistic Fusion.
 
 Paper: section 3.5. Logistic Fusion fitted on training images (the paper's way) over-weights the deep exits, which are
-over-confident there; held-out images or the plain mean often do better, so all are reported by name.
+over-confident there. The plain mean has done better in every full run so far, and held-out images mend the fit only
+with a temperature per exit (docs/reproduction.md); all are reported by name.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from jaxtyping import Float, Int
@@ -11,6 +15,23 @@ from torch.nn import functional as F
 
 from bicovg.distributed import ALONE, Team
 from bicovg.goodness import widen
+
+
+@contextmanager
+def whole_float32() -> Iterator[None]:
+    """No TF32, which training in bfloat16 turns on: it would round logits into ties, and a tie counts as wrong."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def weigh_exits(weights: Float[Tensor, " e"], logits: Float[Tensor, "e b k"]) -> Float[Tensor, "b k"]:
+    """``weights . logits``."""
+    with whole_float32():
+        return torch.einsum("e,ebk->bk", weights, logits)
 
 
 def mean_logits(logits: Float[Tensor, "e b k"]) -> Float[Tensor, "b k"]:
@@ -38,7 +59,7 @@ class LogisticFusion(nn.Module):
         scale = self.weights
         if self.log_temperature is not None:
             scale = scale * torch.exp(-self.log_temperature)
-        return torch.einsum("e,ebk->bk", scale, widen(logits).to(self.alpha.dtype))
+        return weigh_exits(scale, widen(logits).to(self.alpha.dtype))
 
     def fit(
         self,
@@ -56,7 +77,8 @@ class LogisticFusion(nn.Module):
             optimizer.zero_grad()
             reduction = "mean" if team.world == 1 else "sum"
             loss = F.cross_entropy(self(logits), labels, reduction=reduction)
-            torch.autograd.backward(loss if team.world == 1 else loss / count)
+            with whole_float32():
+                torch.autograd.backward(loss if team.world == 1 else loss / count)
             for parameter in self.parameters():
                 assert parameter.grad is not None
                 team.add(parameter.grad)

@@ -62,6 +62,14 @@ def cross_channel_energy(f: Float[Tensor, "b c h w"], weight: Float[Tensor, "n c
     return spatial_energy(project_channels(f, weight), scale)
 
 
+def mean_grids(x: Float[Tensor, "b c h w"], scales: tuple[int, ...]) -> list[Float[Tensor, "b d"]]:
+    """``mean_cells`` of every scale, flattened; a coarse grid comes from the finest where that has equal cells."""
+    finest = max(scales)
+    grid = mean_cells(x, finest)
+    even = x.shape[2] % finest == 0 and x.shape[3] % finest == 0
+    return [mean_cells(grid if even and finest % scale == 0 else x, scale).flatten(1) for scale in scales]
+
+
 def bicovg(
     f: Float[Tensor, "b c h w"], weight: Float[Tensor, "n c"] | None, scales: tuple[int, ...]
 ) -> Float[Tensor, "b d"]:
@@ -73,7 +81,8 @@ def bicovg(
     energies = [widen(f).square()]
     if weight is not None:
         energies.append(widen(project_channels(f, weight)).square())
-    return torch.cat([mean_cells(energy, s).flatten(1) for s in scales for energy in energies], dim=1)
+    grids = [mean_grids(energy, scales) for energy in energies]
+    return torch.cat([grid[i] for i in range(len(scales)) for grid in grids], dim=1)
 
 
 class BiCovG(nn.Module):

@@ -1,7 +1,8 @@
 """GPU streams for the units of a strict or hgb net: one unit's backward pass beside the next ones' forward passes.
 
-Unit l + 1 needs only unit l's output, never its gradient, so it can begin as soon as that is written. Backprop has no
-such freedom. With n streams the units take turns on them: forward, backward, clip and optimizer in order there.
+Unit l + 1 needs only unit l's output, never its gradient, so it can begin as soon as that is written. (Backprop can
+only move its weight gradients aside: ``bicovg.aside``.) With n streams the units take turns on them: forward, backward,
+clip and optimizer in order there.
 
 Each stream has memory of its own, so overlap costs what the units on the other streams need. Where that matters the
 first, large units stay on one stream and only small ones overlap. The first stream is the step's own, whose memory the
@@ -48,6 +49,9 @@ class OneLane:
     def in_order(self) -> Iterator[None]:
         """Around what must follow the same section of the unit before: the guard's check."""
         yield
+
+    def gather(self) -> None:
+        """Wait, on the device, for gradients that are made beside the backward pass."""
 
     def join(self) -> None:
         """Wait, on the device, for all lanes."""

@@ -19,6 +19,7 @@ from bicovg.data.crops import resize_centre, to_planes
 from bicovg.durable import read_regular
 from bicovg.early_exit import predict_early
 from bicovg.errors import UserError
+from bicovg.fusion import weigh_exits
 from bicovg.identity import identify
 from bicovg.networks import LocalNetwork
 from bicovg.preparation import build_on, check_config, pick_device
@@ -192,7 +193,7 @@ def predict_files(
             probabilities, exits = predict_early(net, x, rule.to(where), temperatures, early_exit)
         else:
             logits = net(x).float()
-            probabilities = torch.einsum("e,ebk->bk", weights, logits).softmax(dim=1)
+            probabilities = weigh_exits(weights, logits).softmax(dim=1)
             exits = deciding_exits(logits, weights)
         values, indices = probabilities.topk(min(top, len(classes)), dim=1)
         for name, row, ids, exit_ in zip(part, values.tolist(), indices.tolist(), exits.tolist(), strict=True):

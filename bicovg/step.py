@@ -111,6 +111,8 @@ def check_step(schedule: str, clip_norm: float | None, clip_scope: str, precisio
         raise ValueError("precision float16 is refused: its squares overflow above 256; use bfloat16 or float32")
     if precision not in PRECISIONS:
         raise ValueError(f"precision {precision!r} is unknown: choose float32 or bfloat16")
+    if clip_norm is None and clip_scope == "global":
+        raise ValueError("a global clip scope says nothing without a clip norm: set both or neither")
     if clip_norm is not None and clip_scope == "global" and schedule == "interleaved":
         raise ValueError(
             "a global clip norm needs every gradient before any step, so it cannot be interleaved: "
@@ -142,6 +144,7 @@ def _interleaved(
             x = lanes.hand_over(credit.output)
             losses.append(credit.losses)
             assign_gradients([credit])
+            lanes.gather()
             del credit  # the unit's graph goes here, before the next unit builds its own
             reduction.launch(index, unit, losses[-1])
             waiting.append(index)

@@ -17,7 +17,7 @@ from bicovg.data.loader import Batch, Loader
 from bicovg.data.splits import Splits, load_splits, make_loaders
 from bicovg.display import Display
 from bicovg.distributed import ALONE, Team
-from bicovg.engine import make_engine
+from bicovg.engine import fall_back, make_engine
 from bicovg.errors import NonFiniteError, NonFiniteStateError, UserError
 from bicovg.evaluation import collect_logits, gather_logits
 from bicovg.guard import NonFinite
@@ -177,6 +177,8 @@ class Trainer:
             self._close()
 
     def _run_to_the_end(self) -> dict[str, Any]:
+        if self.team.world == 1:
+            self._warm_up()
         with Display(self.config, self.net.exits, self.engine.name) as display:
             while self.progress.epoch < self.config.train.epochs:
                 self._train_epoch(display)
@@ -186,6 +188,16 @@ class Trainer:
         if self.team.leads:
             write_json(self.run / "summary.json", summary)
         return summary
+
+    def _warm_up(self) -> None:
+        """Compile and capture; where that fails, the next engine takes its place."""
+        ready = self.progress.epoch >= self.config.train.epochs
+        while not ready:
+            try:
+                self.engine.warm_up()
+                ready = True
+            except Exception as error:
+                self.engine = fall_back(self.engine, error)
 
     def _advise(self, error: NonFiniteError) -> str:
         """What to do about it: skipping steps mends neither weights that are bad already nor a run that does so."""

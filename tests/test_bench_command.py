@@ -111,7 +111,7 @@ def test_on_a_cpu_no_worker_starts_beside_the_one_that_measures(
 
 
 @pytest.mark.usefixtures("_local_workers")
-@pytest.mark.parametrize(("words", "most"), [(["--only", "strict", "end-to-end"], 2), (["--ab"], 4)])
+@pytest.mark.parametrize(("words", "most"), [(["--only", "strict", "end-to-end"], 2), (["--ab"], 5)])
 def test_on_a_gpu_workers_start_ahead_and_none_is_left(
     words: list[str], most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,15 +153,62 @@ def test_side_by_side_reports_every_sides_speed_and_their_ratio(tmp_path: Path) 
     out = tmp_path / "bench.json"
     assert main(["bench", "digits", *TINY, "--ab", "--out", str(out)]) == 0
     (table,) = read(out)["side_by_side"]
-    strict, whole, constant, bare = (side["images_per_second"]["blocks"] for side in table["sides"])
-    assert [side["tried"].keys() for side in table["sides"]] == [{"eager"}] * 4
-    assert table["rounds"] == len(strict) == len(whole) == len(constant) == len(bare) == 2
+    strict, whole, aligned, constant, bare = (side["images_per_second"]["blocks"] for side in table["sides"])
+    assert [side["tried"].keys() for side in table["sides"]] == [{"eager"}] * 5
+    assert {len(blocks) for blocks in (strict, whole, aligned, constant, bare)} == {table["rounds"]} == {2}
     ratios = [a / b for a, b in zip(strict, whole, strict=True)]
     assert table["speed_over_end-to-end"]["strict"]["median"] == pytest.approx(sum(ratios) / 2)
     for key, rest in (("goodness_share", constant), ("goodness_share_at_most", bare)):
         shares = [1 - a / b for a, b in zip(strict, rest, strict=True)]
         assert table[key] == pytest.approx(sum(shares) / 2)
     assert LocalWorker.alive == 0
+
+
+@pytest.mark.parametrize(("needed", "found"), [(60, 60), (31, 31), (90, None), (10, 25)])
+def test_the_smallest_memory_is_searched_below_all_that_was_held(
+    needed: int, found: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 1000 bytes; the row held 80 at first, 50 steadily. 25: half of the steady peak, nearly."""
+
+    class Limited(LocalWorker):
+        def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+            if request["do"] == "describe":
+                return {"device": "cuda", "gpu": "some", "torch": "2.11.0", "gpu_bytes": 1000}
+            if request["do"] == "build":
+                fraction = request["fraction"]
+                if fraction is not None and fraction * 1000 < needed:
+                    return {"error": "out of memory"}
+                memory = {"steady_bytes": 50, "first_steps_bytes": 80, "reserved_bytes": 70}
+                return {"engine": request["engine"], "memory": memory}
+            return {"milliseconds": [1.0] * request["repeats"]}
+
+    monkeypatch.setattr(bicovg.bench, "Worker", Limited)
+    out = tmp_path / "bench.json"
+    words = ["--only", "strict", "--smallest-memory", "--engine", "graph", "--out", str(out)]
+    assert main(["bench", "digits", *TINY, *words]) == 0
+    (row,) = read(out)["rows"]
+    smallest = row["memory"]["smallest_bytes"]
+    assert smallest is None if found is None else found <= smallest <= found + 1
+    assert Limited.alive == 0
+
+
+def test_a_search_that_runs_out_of_time_claims_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(LocalWorker):
+        trials = 0
+
+        def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+            if request["do"] == "describe":
+                return {"device": "cuda", "gpu": "some", "torch": "2.11.0", "gpu_bytes": 1000}
+            if request["do"] == "build":
+                Late.trials += request["fraction"] is not None
+                memory = {"steady_bytes": 50, "first_steps_bytes": 80, "reserved_bytes": 70}
+                return {"error": OUT_OF_TIME} if Late.trials > 2 else {"engine": "graph", "memory": memory}
+            return {"milliseconds": [1.0] * request["repeats"]}
+
+    monkeypatch.setattr(bicovg.bench, "Worker", Late)
+    out = tmp_path / "bench.json"
+    assert main(["bench", "digits", *TINY, "--only", "strict", "--smallest-memory", "--out", str(out)]) == 0
+    assert read(out)["rows"][0]["memory"]["smallest_bytes"] is None
 
 
 def test_each_side_runs_in_the_fastest_engine_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

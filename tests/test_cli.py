@@ -43,6 +43,10 @@ BAD_TRAIN = {
         "digits --train.clip_norm 1 --train.clip_scope global",
         ["bicovg: a global clip", "cannot be interleaved", "summed"],
     ),
+    "global clip without a norm": (
+        "digits --train.clip_scope global --train.schedule summed",
+        ["bicovg: a global clip scope", "clip norm"],
+    ),
     "float16": ("digits --train.precision float16", ["bicovg: precision float16", "256", "bfloat16"]),
     "missing data set": ("cifar100-bicovg --data.root nowhere", ["'cifar100'", "bicovg data pack cifar100 --from"]),
     "K below the labels": ("digits --data.num_classes 7", ["--data.num_classes 7", "10 classes", "use 10"]),

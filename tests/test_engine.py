@@ -2,20 +2,29 @@
 
 import functools
 import importlib.util
+import itertools
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import bicovg.engine
+from bicovg.aside import conv_aside
+from bicovg.blocks import Block
 from bicovg.config import Config, override
 from bicovg.data.splits import load_splits, make_loaders
-from bicovg.engine import CompiledEngine, EagerEngine, GraphEngine, TrainingState, make_engine
+from bicovg.engine import CompiledEngine, EagerEngine, GraphEngine, TrainingState, fall_back, make_engine, move_aside
+from bicovg.errors import UserError
+from bicovg.goodness import BiCovG
 from bicovg.optim import make_optimizers
 from bicovg.preparation import build_on
 from bicovg.recipes import get_recipe
+from bicovg.trainer import Trainer
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -102,6 +111,59 @@ def test_auto_is_eager_on_a_cpu_and_graph_falls_back_with_one_line(capsys: pytes
         assert capsys.readouterr().out == said
 
 
+def test_an_engine_that_cannot_compile_gives_way_to_the_next_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = {}
+    for wanted in ("eager", "compiled"):
+        if wanted == "compiled":
+            monkeypatch.setattr(torch, "compile", failing_compiler())
+        trainer = Trainer.start(small_config(**{"train.engine": wanted, "train.epochs": 1}), str(tmp_path / wanted))
+        trainer.train()
+        ends[wanted] = [p.clone() for p in trainer.net.parameters()]
+        assert trainer.engine.name == "eager"
+    assert capsys.readouterr().out.count("engine compiled failed (no C++ here): running eager\n") == 1
+    assert all(torch.equal(a, b) for a, b in zip(*ends.values(), strict=True))
+
+
+def failing_compiler() -> Callable[..., Any]:
+    """In the place of torch.compile: fails like inductor, when the second unit is called and the first has learned."""
+    calls = itertools.count()
+
+    def compile_nothing(function: Callable[..., Any], **options: object) -> Callable[..., Any]:
+        def call(*args: Any, **keywords: Any) -> Any:
+            if next(calls):
+                raise RuntimeError("no C++ here\nand a long story")
+            return function(*args, **keywords)
+
+        return call
+
+    return compile_nothing
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), UserError("a wrong setting")])
+def test_no_other_engine_mends_what_is_no_matter_of_engines(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", failing_compiler())
+    engine = make(CompiledEngine, small_config())
+    with pytest.raises(type(error)):
+        fall_back(engine, error)
+    with pytest.raises(RuntimeError, match="a real fault"):
+        fall_back(make(EagerEngine, small_config()), RuntimeError("a real fault"))
+
+
+def test_the_plain_engine_uses_no_kernel_of_ours_and_trains_alike_on_a_cpu() -> None:
+    config = small_config(**{"train.engine": "plain"})
+    engine = make(EagerEngine, config)
+    before = run(engine, 3)
+    other = make(EagerEngine, config)
+    plain = make_engine(other.net, other.optimizers, config, other.loader)
+    assert plain.name == "plain"
+    marked = [module for module in plain.net.modules() if isinstance(module, Block | BiCovG)]
+    assert marked
+    assert all(module.plain for module in marked)
+    assert torch.equal(run(plain, 3), before)
+
+
 AGREE = Path(__file__).parent.parent / "benchmarks" / "agree.py"
 
 
@@ -124,7 +186,8 @@ def test_engines_that_do_not_agree_are_told_apart() -> None:
     spec.loader.exec_module(agree)
     eager = torch.linspace(2.0, 1.0, 200)[:, None].expand(200, 3)
     assert agree.judge(eager + 1e-3, eager, 0, "float32")["ok"]
-    late = torch.where(torch.arange(200)[:, None] < 150, eager, eager + 0.2)
+    late = eager.clone()
+    late[150:, 1] += 0.015  # one exit alone
     off = {"at once": eager + 5e-3, "later": late, "not finite": torch.full_like(eager, torch.nan)}
     for name, curve in off.items():
         assert not agree.judge(curve, eager, 0, "float32")["ok"], name
@@ -132,12 +195,51 @@ def test_engines_that_do_not_agree_are_told_apart() -> None:
     assert agree.judge(eager + 5e-3, eager, 0, "bfloat16")["ok"]
 
 
-def compare_streams() -> None:
-    config = override(get_recipe("digits"), {"train.device": "cuda", "train.precision": "bfloat16"})
+class Inline:
+    """In the place of Aside, for a CPU: notes what is read, and makes the gradient at once."""
+
+    def __init__(self) -> None:
+        self.read: list[Tensor] = []
+
+    def run(self, make: Callable[[], Tensor], *read: Tensor) -> Tensor:
+        self.read += read
+        return make()
+
+
+def test_a_weight_gradient_made_aside_is_autograds_own() -> None:
+    x, weight = torch.randn(2, 5, 7, 6, dtype=torch.float64), torch.randn(4, 5, 3, 3, dtype=torch.float64)
+    found = []
+    for aside in (None, Inline()):
+        leaf, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        for _ in range(2):  # two micro-batches add up
+            y = torch.conv2d(leaf, w, padding=1) if aside is None else conv_aside(leaf, w, aside)  # type: ignore[arg-type]
+            y.sin().sum().backward()
+        found.append((y, leaf.grad, w.grad))
+        if aside is not None:
+            assert len(aside.read) == 4, "both tensors that the gradient reads must outlive it"
+    for mine, wanted in zip(*found, strict=True):
+        assert mine is not None
+        torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("overlap", "blocks"), [(True, range(16)), (False, range(8, 16))])
+def test_without_overlap_only_small_blocks_gradients_are_made_aside(
+    overlap: bool, blocks: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bicovg.engine, "Aside", Inline)
+    config = override(get_recipe("imagenet100-bp"), {"train.overlap": overlap, "model.width": 0.125})
+    net = build_on(config, torch.device("meta"))
+    move_aside(net, config)
+    assert [block.index for block in net.modules() if isinstance(block, Block) and block.aside] == list(blocks)
+
+
+def compare_streams(recipe: str) -> None:
+    config = override(get_recipe(recipe), {"train.device": "cuda", "train.precision": "bfloat16"})
     losses = [run(make(GraphEngine, override(config, {"train.overlap": on}), "cuda"), 40) for on in (True, False)]
     assert torch.equal(*losses)
 
 
 @NEEDS_GPU
-def test_two_streams_change_no_bit() -> None:
-    check_in_a_process("compare_streams()")
+@pytest.mark.parametrize("recipe", ["digits", "digits-bp", "digits-hgb2"])
+def test_streams_change_no_bit(recipe: str) -> None:
+    check_in_a_process(f"compare_streams({recipe!r})")

@@ -16,6 +16,7 @@ from bicovg.goodness import (
     cell_bounds,
     cross_channel_energy,
     mean_cells,
+    mean_grids,
     spatial_energy,
 )
 
@@ -188,7 +189,19 @@ def test_bfloat16_bicovg_squares_and_averages_in_float32() -> None:
     assert goodness.dtype == torch.float32
     # only the projection itself may round to bfloat16 (8 bits); squares and means may not round again
     torch.testing.assert_close(goodness, bicovg(f.float(), weight.float(), (1, 2)), rtol=2**-6, atol=1e-4)
-    assert torch.equal(goodness[:, :16], spatial_energy(f.float(), 1))
+    torch.testing.assert_close(goodness[:, :16], spatial_energy(f.float(), 1), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "scales"), [(8, 8, (1, 2)), (8, 12, (2, 4)), (7, 8, (1, 2)), (9, 6, (2, 3))]
+)
+def test_coarse_grids_made_from_fine_ones_are_those_of_the_map(
+    height: int, width: int, scales: tuple[int, ...]
+) -> None:
+    """Also where the fine cells are uneven, or do not tile the coarse ones, and that way is barred."""
+    x = torch.rand(2, 3, height, width, dtype=torch.float64)
+    for grid, scale in zip(mean_grids(x, scales), scales, strict=True):
+        torch.testing.assert_close(grid, mean_cells(x, scale).flatten(1), rtol=1e-14, atol=0)
 
 
 def test_module_under_bfloat16_autocast_returns_float32() -> None:

@@ -114,7 +114,15 @@ def test_only_training_batches_are_augmented_and_all_are_normalised_as_told(norm
 
 @pytest.mark.parametrize(
     ("image_size", "device", "images"),
-    [(8, "cpu", 512), (32, "cpu", 512), (32, "cuda", 1024), (64, "cuda", 512), (224, "cuda", 64), (224, "cpu", 64)],
+    [
+        (8, "cpu", 512),
+        (32, "cpu", 512),
+        (32, "cuda", 1024),
+        (64, "cuda", 512),
+        (224, "cuda", 41),
+        (224, "cpu", 41),
+        (2000, "cuda", 1),
+    ],
 )
 def test_an_evaluation_batch_holds_few_large_images_and_many_small_ones(
     image_size: int, device: str, images: int

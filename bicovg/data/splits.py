@@ -14,7 +14,7 @@ from bicovg.distributed import ALONE, Team
 from bicovg.errors import UserError
 
 EVAL_BATCH = 512  # most images of an evaluation's batch; twice as many on a GPU, which small ones leave waiting
-EVAL_PIXELS = 1 << 21  # and at most about so many pixels: evaluating large images takes less memory than training
+EVAL_PIXELS = 1 << 21  # and at most so many pixels: at 224 px less than a batch of training
 SYNTHETIC_BYTES = 1 << 29  # of the training images, which are made from 64-bit integers
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -177,7 +177,7 @@ def _packed(config: DataConfig) -> Splits:
 
 def eval_batch(image_size: int, device: torch.device) -> int:
     most = EVAL_BATCH if device.type == "cpu" else 2 * EVAL_BATCH
-    return min(most, max(64, EVAL_PIXELS // image_size**2))
+    return min(most, max(1, EVAL_PIXELS // image_size**2))
 
 
 def make_loaders(splits: Splits, config: Config, device: torch.device, team: Team = ALONE) -> dict[str, Loader]:

@@ -200,9 +200,7 @@ class Bench:
             rounds: list[Round] = []
             while len(rounds) < self.args.repeats and not self.deadline.passed():
                 first = len(rounds) % len(sides)  # no side always follows the same neighbour, which heats the device
-                times = {
-                    side.case.name: side.time_block(self.args.steps) for side in (*sides[first:], *sides[:first])
-                }
+                times = {side.case.name: side.time_block(self.args.steps) for side in (*sides[first:], *sides[:first])}
                 rounds.append({name: ms for name, ms in times.items() if ms is not None})
         rows = [self.side_row(side, rounds) for side in sides]
         return {"sides": rows, "rounds": len(rounds), **compare_sides(rounds)}

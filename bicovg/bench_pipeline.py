@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from bicovg.bench_worker import synthetic_loader
+from bicovg.choosing import make_engine
 from bicovg.config import Config, from_json
 from bicovg.distributed import Team, end_process, join_team
-from bicovg.engine import EagerEngine, make_engine
+from bicovg.engine import EagerEngine
 from bicovg.networks import dry_run
 from bicovg.optim import make_optimizers
 from bicovg.preparation import build_on, pick_device, set_up_process

@@ -3,8 +3,9 @@
 Without goodness, a block still needs a gradient, or its convolution would be spared the weight gradient as well. Two
 stand-ins feed the readout a constant and hand back a gradient that costs nothing to make:
 
-* ``constant``: f is its own gradient. Convolution, batch norm, ReLU and tail do all their work, by the same kernels as
-  in the real step where those can take it. Only goodness is missing: its share is measured against this;
+* ``constant``: f is its own gradient. Convolution, batch norm, ReLU and tail do all their work, by the fused block's
+  kernels where those can take it; the sums of the backward pass come from a kernel that the real step does not use.
+  Only goodness is missing: its share is measured against this;
 * ``bare``: y, the convolution's output, is its own gradient, so batch norm and ReLU have no backward pass either.
 """
 

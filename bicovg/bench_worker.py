@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from bicovg.bench_variants import accumulate_gradients, replace_goodness
+from bicovg.choosing import make_engine
 from bicovg.config import Config, from_json, override
 from bicovg.data.augment import Augmentation
 from bicovg.data.loader import Loader, TensorImages
-from bicovg.engine import EagerEngine, GraphEngine, make_engine, make_plain
+from bicovg.engine import EagerEngine, GraphEngine, make_plain
 from bicovg.networks import LocalNetwork, count_parameters
 from bicovg.optim import make_optimizers
 from bicovg.preparation import build_on, pick_device
@@ -59,7 +60,7 @@ def synthetic_loader(config: Config, device: torch.device) -> Loader:
 def build_engine(
     name: str, net: LocalNetwork, optimizers: list[torch.optim.Optimizer], config: Config, loader: Loader
 ) -> EagerEngine:
-    """An engine of ``bicovg.engine.ENGINES``, or one captured differently.
+    """An engine of ``bicovg.choosing.ENGINES``, or one captured differently.
 
     ``graph-plain`` compiles nothing, not even the augmentation; ``graph-inductor`` compiles the units from the plain
     functions, without our kernels.

@@ -5,11 +5,11 @@ import os
 import torch
 
 from bicovg.blocks import Block
+from bicovg.choosing import ENGINES
 from bicovg.config import Config, DataConfig
 from bicovg.data.crops import MAX_PLACES
 from bicovg.data.splits import Splits
 from bicovg.distributed import Team
-from bicovg.engine import ENGINES
 from bicovg.errors import UserError
 from bicovg.limits import check_settings
 from bicovg.methods import build_network

@@ -1,9 +1,9 @@
 """Records: one folder per claimed number, made from finished runs and read by tables and figures. No torch.
 
 ``records/NAME/record.json`` holds the settings, and per seed the accuracies, the diagnostics, speed, memory, machine,
-commit and command; ``records/NAME/s<seed>/`` holds that run's ``config.json``, ``metrics.jsonl`` and, where it was
-measured, ``early_exit.json``. Every value comes from a run's files; what a run lacks is null. Settings and paths that
-belong to a machine are left out.
+commit and command; ``records/NAME/s<seed>/`` holds that run's ``config.json``, ``metrics.jsonl``, ``summary.json`` and,
+where they are there, ``env.json`` and ``early_exit.json``. Every value comes from a run's files and is compared with
+them when a record is read; what a run lacks is null. Settings and paths that belong to a machine are left out.
 """
 
 import argparse
@@ -19,14 +19,26 @@ from typing import Any
 from bicovg.config import Config, override, to_json, walk_settings
 from bicovg.errors import UserError
 from bicovg.recipes import RECIPES, get_recipe
-from bicovg.records_check import check_record
+from bicovg.records_check import (
+    ANEW,
+    ENVIRONMENT,
+    RESTORE,
+    SUMMARY,
+    check_curve,
+    check_environment,
+    check_later,
+    check_record,
+    check_summary,
+    from_environment,
+    from_summary,
+    later_commands,
+)
 from bicovg.runlog import (
     expand_runs,
     read_config,
     read_early_exit,
     read_environment,
     read_json,
-    read_metrics,
     read_summary,
     read_timing,
     write_json,
@@ -54,8 +66,6 @@ RUNNING: tuple[str, ...] = (
     *("train.queue_depth", "train.timeout", "train.deterministic"),
 )
 NAMED = ("train.epochs", "train.precision", "data.holdout")
-RESTORE = "restore it from the run"
-FITTED_ON = ("train", "augmented", "heldout")
 Record = dict[str, Any]
 
 
@@ -101,6 +111,9 @@ def write_record(runs: list[Path], out: Path, replace: bool = False, add: bool =
             folder.mkdir(parents=True)
             (folder / "config.json").write_text(to_json(portable(config)))
             shutil.copyfile(path / "metrics.jsonl", folder / "metrics.jsonl")
+            write_json(folder / "summary.json", portable_summary(read_summary(path)))
+            if os.path.lexists(path / "env.json"):
+                write_json(folder / "env.json", portable_environment(read_environment(path)))
             curve = read_early_exit(path, len(record["exit_blocks"]))
             if curve is not None:
                 (folder / "early_exit.json").write_text(json.dumps(curve) + "\n")
@@ -196,28 +209,18 @@ def describe_run(path: Path, config: Config, summary: dict[str, Any]) -> dict[st
             f"{path}/summary.json is of seed {summary.get('seed')} after {summary.get('epochs')} epochs, its config of "
             f"seed {config.seed} and {config.train.epochs} epochs: finish the run with train --resume {path}"
         )
-    test, environment, timing = summary["test"], read_environment(path), read_timing(path)
-    check_curve(path, config.train.epochs, test["exits"]["top1"], f"resume the run with `bicovg train --resume {path}`")
+    measured, timing = from_summary(summary), read_timing(path)
+    check_curve(path, config.train.epochs, measured, f"resume the run with `bicovg train --resume {path}`")
     speeds = [line["images_per_second"] for line in timing if line["images_per_second"]]
     peaks = [line["peak_memory_bytes"] for line in timing if line["peak_memory_bytes"]]
-    diagnostics = test.get("diagnostics") or {}
     return {
         "seed": config.seed,
-        "exits": test["exits"],
-        "last": test["last"],
-        "best_test_chosen": test["best_test_chosen"],
-        "best_heldout_chosen": test.get("best_heldout_chosen"),
-        "mean": test["mean"],
-        "fusion": {**dict.fromkeys(FITTED_ON), **summary["fusion"]},
-        "DA": diagnostics.get("DA"),
-        "TR": diagnostics.get("TR"),
-        "wall_seconds": summary.get("wall_seconds"),
+        **measured,
         "images_per_second": statistics.median(speeds) if speeds else None,
         "peak_memory_bytes": max(peaks, default=None),
-        "engine": summary.get("engine"),
-        **{field: environment.get(field) for field in ("device", "gpu", "torch", "cuda", "python", "commit")},
+        **from_environment(portable_environment(read_environment(path))),
         "command": reproduce(config),
-        "typed": without_folders(environment.get("command")),
+        "afterwards": later_commands(measured["fusion"], os.path.lexists(path / "early_exit.json")),
     }
 
 
@@ -234,6 +237,17 @@ def portable(config: Config) -> Config:
     """A config without what belongs to the machine it ran on."""
     default = {setting.path: setting.default for setting in walk_settings(Config())}
     return override(config, {path: default[path] for path in MACHINE_SETTINGS})
+
+
+def portable_summary(summary: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a summary that are known, and known to name no folder."""
+    return {field: summary[field] for field in SUMMARY if field in summary}
+
+
+def portable_environment(environment: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an env.json that a record uses."""
+    known = {field: environment.get(field) for field in ENVIRONMENT}
+    return {**known, "command": without_folders(environment.get("command"))}
 
 
 def differences(one: Config, other: Config, ignored: tuple[str, ...]) -> list[str]:
@@ -276,25 +290,18 @@ def read_record(folder: Path) -> Record:
 
 
 def check_copies(folder: Path, record: Record, entry: dict[str, Any]) -> None:
-    """The run's config and metrics are there and are those of this record."""
+    """The run's files beside the record are those of this record."""
     # read as plain JSON: a record stays readable when a later version adds a setting
     values = flatten(read_json(folder / "config.json", RESTORE))
     for field, path in {**SETTINGS, "recipe": "recipe", "seed": "seed"}.items():
         noted = entry["seed"] if field == "seed" else record[field]
         if path not in values or values[path] != noted:
             found = values.get(path, "nothing")
-            raise UserError(f"{folder}/config.json has {path} {found!r}, its record {noted!r}: make the record anew")
-    check_curve(folder, record["epochs"], entry["exits"]["top1"], "make the record anew")
-
-
-def check_curve(folder: Path, epochs: int, top1: list[float], repair: str) -> None:
-    """The metrics end with the last epoch and, where that was on test, with its accuracies."""
-    lines = read_metrics(folder, len(top1))
-    if not lines or lines[-1]["epoch"] + 1 != epochs:
-        raise UserError(f"{folder}/metrics.jsonl does not end with epoch {epochs - 1}: {repair}")
-    curve = lines[-1].get("top1") if lines[-1].get("split") == "test" else None
-    if curve and max(abs(a - b) for a, b in zip(curve, top1, strict=True)) > 0.5:
-        raise UserError(f"{folder}/metrics.jsonl ends with other accuracies than {epochs} epochs gave: {repair}")
+            raise UserError(f"{folder}/config.json has {path} {found!r}, its record {noted!r}: {ANEW}")
+    check_curve(folder, record["epochs"], entry, ANEW)
+    check_summary(folder / "summary.json", record, entry)
+    check_environment(folder, entry)
+    check_later(folder, entry)
 
 
 def changed_settings(folder: Path) -> dict[str, Any]:

@@ -244,12 +244,13 @@ def early_exit(value: Any, place: str) -> None:
     count = len(value["exit_blocks"])
     point = {"top1": PERCENT, "compute": number(1e-9, 1, "a share above 0, at most 1")}
     picked = {**point, "speedup": POSITIVE, "points_lost": number(-100, 100)}
+    shares = {"exits": weights(count)}  # of the images, by the exit they left at
     rule = fields(
         {
             "temperatures": listed(POSITIVE, count),
             "full": fields({"top1": PERCENT}),
-            "points": listed(fields(picked)),
-            "curve": listed(fields(point)),
+            "points": listed(fields(picked, shares)),
+            "curve": listed(fields(point, shares)),
         },
         {"weights": listed(listed(number(), count), count)},
     )

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from bicovg.checkpoint import FOLDER, METRICS, Unusable, checkpoint_name, none_usable, read_checked, walk_back
+from bicovg.choosing import fall_back, make_engine
 from bicovg.config import Config
 from bicovg.data.loader import Batch, Loader
 from bicovg.data.splits import Splits, load_splits, make_loaders
 from bicovg.display import Display
 from bicovg.distributed import ALONE, Team
-from bicovg.engine import fall_back, make_engine
 from bicovg.errors import NonFiniteError, NonFiniteStateError, UserError
 from bicovg.evaluation import collect_logits, gather_logits
 from bicovg.guard import NonFinite

@@ -16,9 +16,10 @@ from torch import Tensor
 import bicovg.engine
 from bicovg.aside import conv_aside
 from bicovg.blocks import Block
+from bicovg.choosing import fall_back, make_engine
 from bicovg.config import Config, override
 from bicovg.data.splits import load_splits, make_loaders
-from bicovg.engine import CompiledEngine, EagerEngine, GraphEngine, TrainingState, fall_back, make_engine, move_aside
+from bicovg.engine import CompiledEngine, EagerEngine, GraphEngine, TrainingState, move_aside
 from bicovg.errors import UserError
 from bicovg.goodness import BiCovG
 from bicovg.optim import make_optimizers

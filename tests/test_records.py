@@ -43,8 +43,8 @@ def make_summary(config: Config) -> dict[str, Any]:
     }
 
 
-def last_epoch(top1: list[float]) -> dict[str, Any]:
-    accuracies = {"split": "test", "top1": top1, "top5": TOP5, "mean_top1": 50.0}
+def last_epoch(top1: list[float], seed: int = 0) -> dict[str, Any]:
+    accuracies = {"split": "test", "top1": top1, "top5": TOP5, "mean_top1": 58.0 + seed}
     return {"epoch": 1, "lr": 0.1, "loss": [1.0] * 4, **accuracies}
 
 
@@ -60,7 +60,7 @@ def make_run(tmp_path: Path) -> Maker:
         (path / "summary.json").write_text(json.dumps(make_summary(config)))
         env = {"commit": "abc+", "torch": "2.11.0", "gpu": "NVIDIA H200", "command": "bicovg train --out /mnt/x/run7"}
         (path / "env.json").write_text(json.dumps(env))
-        metrics = [{"epoch": 0, "lr": 0.1, "loss": [1.0] * 4}, last_epoch(TOP1)]
+        metrics = [{"epoch": 0, "lr": 0.1, "loss": [1.0] * 4}, last_epoch(TOP1, seed)]
         (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
         idle = {"train_seconds": 1.0, "loader_wait_share": 0.0}
         timing = [{"epoch": e, "images_per_second": v, "peak_memory_bytes": e} for e, v in ((0, 10.0), (1, 30.0))]
@@ -121,6 +121,13 @@ def test_where_and_how_fast_seeds_ran_may_differ(make_run: Maker, tmp_path: Path
         assert not path.is_file() or "/mnt" not in path.read_text(), path
 
 
+def test_no_committed_record_names_a_folder_of_a_machine() -> None:
+    root = Path(__file__).resolve().parents[1]
+    for folder in (root / "records", root / "benchmarks" / "results" / "engines"):
+        for path in folder.rglob("*.json*"):
+            assert "/root" not in path.read_text(), path
+
+
 def test_an_unfinished_run_is_refused(make_run: Maker, tmp_path: Path) -> None:
     run = make_run()
     edit(run / "summary.json", lambda tree: tree.update(epochs=1))
@@ -166,6 +173,8 @@ CONTRADICTIONS: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("DA is nan", lambda t: t["runs"][0].update(DA=float("nan"))),
     ("best_test_chosen.exit is 4", lambda t: t["runs"][0]["best_test_chosen"].update(exit=4)),
     ("epochs is 'x'", lambda t: t.update(epochs="x")),
+    ("afterwards is 'x', not a list", lambda t: t["runs"][0].update(afterwards="x")),
+    ("heldout_top1 has 1 values, not 4", lambda t: t["runs"][0].update(heldout_top1=[50.0])),
 ]
 
 
@@ -179,12 +188,138 @@ def test_a_record_that_contradicts_itself_or_its_runs_is_refused(
         read_record(tmp_path / "record")
 
 
-def test_accuracies_that_are_not_those_of_the_runs_last_epoch_are_refused(make_run: Maker, tmp_path: Path) -> None:
-    write_record([make_run()], tmp_path / "record")
-    metrics = tmp_path / "record" / "s0" / "metrics.jsonl"
-    metrics.write_text(json.dumps(last_epoch([10.0] * 4)) + "\n")
+def lift_top1(tree: dict[str, Any]) -> None:
+    """Exit 0 by 0.3, and with it the one number derived from it."""
+    top1 = tree["runs"][0]["exits"]["top1"]
+    top1[0] += 0.3
+    tree["runs"][0]["TR"] = tail_retention(top1)
+
+
+def lift_top5(tree: dict[str, Any]) -> None:
+    tree["runs"][0]["exits"]["top5"][2] += 0.3
+
+
+LIFTS: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
+    ("top1", lift_top1),
+    ("top5", lift_top5),
+    ("mean_top1", lambda t: t["runs"][0]["mean"].update(top1=58.3)),
+]
+
+
+@pytest.mark.parametrize(("off", "fine"), [(0.05, True), (0.3, False)])
+def test_a_summary_evaluated_in_another_process_may_be_off_by_a_few_images(
+    off: float, fine: bool, make_run: Maker, tmp_path: Path
+) -> None:
+    run, out = make_run(), tmp_path / "record"
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1])
+    (run / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps({**last, "mean_top1": 58.0 + off})]) + "\n")
+    if not fine:
+        with pytest.raises(UserError, match="other accuracies"):
+            write_record([run], out)
+        return
+    write_record([run], out)
+    (out / "s0" / "summary.json").unlink()  # nothing else vouches for the number then
     with pytest.raises(UserError, match="other accuracies"):
+        read_record(out)
+
+
+@pytest.mark.parametrize(("name", "change"), LIFTS, ids=[name for name, _ in LIFTS])
+def test_accuracies_that_are_not_those_of_the_runs_last_epoch_are_refused(
+    name: str, change: Callable[[dict[str, Any]], Any], make_run: Maker, tmp_path: Path
+) -> None:
+    write_record([make_run()], tmp_path / "record")
+    (tmp_path / "record" / "s0" / "summary.json").unlink()  # as in records made before it was copied
+    read_record(tmp_path / "record")
+    edit(tmp_path / "record" / "record.json", change)
+    with pytest.raises(UserError, match=rf"other accuracies \({name}\)"):
         read_record(tmp_path / "record")
+
+
+def test_heldout_accuracies_are_those_of_the_last_epoch_too(make_run: Maker, tmp_path: Path) -> None:
+    run = make_run()
+    edit(run / "summary.json", lambda tree: tree.update(heldout_top1=[41.0, 50.0, 49.0, 48.0]))
+    (run / "metrics.jsonl").write_text(json.dumps(last_epoch([41.0, 50.0, 49.0, 48.0]) | {"split": "heldout"}) + "\n")
+    assert write_record([run], tmp_path / "record")["runs"][0]["heldout_top1"][3] == 48.0
+    (run / "metrics.jsonl").write_text(json.dumps(last_epoch(TOP1) | {"split": "heldout"}) + "\n")
+    with pytest.raises(UserError, match="other accuracies"):
+        write_record([run], tmp_path / "other")
+
+
+SUMMARY_LIES: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
+    ("mean", lambda t: t["runs"][0]["mean"].update(top5=84.5)),
+    ("fusion", lambda t: t["runs"][0]["fusion"]["train"].update(top1=57.5)),
+    ("fusion", lambda t: t["runs"][0]["fusion"].update(augmented=t["runs"][0]["fusion"]["train"])),
+    ("DA", lambda t: t["runs"][0].update(DA=None)),
+    ("wall_seconds", lambda t: t["runs"][0].update(wall_seconds=60.0)),
+    ("engine", lambda t: t["runs"][0].update(engine="eager")),
+    ("heldout_top1", lambda t: t["runs"][0].update(heldout_top1=[99.0] * 4)),
+    ("parameters", lambda t: t.update(parameters=1233)),
+    ("exit_blocks", lambda t: t.update(exit_blocks=[0, 1, 2, 4])),
+]
+
+
+@pytest.mark.parametrize(
+    ("field", "change"), SUMMARY_LIES, ids=[f"{name}-{i}" for i, (name, _) in enumerate(SUMMARY_LIES)]
+)
+def test_a_record_is_compared_with_the_summary_beside_it(
+    field: str, change: Callable[[dict[str, Any]], Any], make_run: Maker, tmp_path: Path
+) -> None:
+    write_record([make_run()], tmp_path / "record")
+    edit(tmp_path / "record" / "record.json", change)
+    with pytest.raises(UserError, match=rf"s0/summary\.json has another {field} than"):
+        read_record(tmp_path / "record")
+    (tmp_path / "record" / "s0" / "summary.json").unlink()
+    edit(tmp_path / "record" / "record.json", lambda tree: tree["runs"][0].pop("afterwards"))
+    assert read_record(tmp_path / "record")["seeds"] == [0]  # as one made before summaries were copied
+
+
+@pytest.mark.parametrize("field", ["commit", "gpu", "torch", "typed"])
+def test_a_record_is_compared_with_the_env_beside_it(field: str, make_run: Maker, tmp_path: Path) -> None:
+    write_record([make_run()], tmp_path / "record")
+    edit(tmp_path / "record" / "record.json", lambda tree: tree["runs"][0].update({field: "another"}))
+    with pytest.raises(UserError, match=rf"s0/env\.json has another {field} than"):
+        read_record(tmp_path / "record")
+    (tmp_path / "record" / "s0" / "env.json").unlink()
+    assert read_record(tmp_path / "record")["runs"][0][field] == "another"
+
+
+def test_summary_and_env_are_copied_without_folders_of_the_machine(make_run: Maker, tmp_path: Path) -> None:
+    run = make_run()
+    edit(run / "summary.json", lambda tree: tree.update(note="/mnt/x"))
+    edit(run / "env.json", lambda tree: tree.update(platform="Linux", home="/mnt/x"))
+    write_record([run], tmp_path / "record")
+    copies = tmp_path / "record" / "s0"
+    kept = json.loads((run / "summary.json").read_text())
+    del kept["note"]
+    assert json.loads((copies / "summary.json").read_text()) == kept
+    known = {"commit": "abc+", "torch": "2.11.0", "gpu": "NVIDIA H200", "command": "bicovg train --out run7"}
+    unknown = dict.fromkeys(("device", "cuda", "python"))
+    assert json.loads((copies / "env.json").read_text()) == known | unknown
+    (run / "env.json").unlink()
+    write_record([run], tmp_path / "record", replace=True)
+    assert not (copies / "env.json").exists()
+
+
+def test_a_record_says_what_was_run_after_training(make_run: Maker, tmp_path: Path) -> None:
+    run, out = make_run(), tmp_path / "record"
+    assert write_record([run], out)["runs"][0]["afterwards"] == []
+    fused = make_summary(get_recipe("digits"))["fusion"]["train"]
+    later = {"augmented": fused, "heldout": fused, "heldout_temperatures": fused}
+    edit(run / "summary.json", lambda tree: tree["fusion"].update(later))
+    curve = {"exit_blocks": [0, 1, 2, 3], "calibrated_on": "train", "measured_on": "test", "rules": {}}
+    (run / "early_exit.json").write_text(json.dumps(curve))
+    (entry,) = write_record([run], out, replace=True)["runs"]
+    words = ["fuse RUN --on augmented", "fuse RUN --on heldout --temperatures", "eval RUN --early-exit"]
+    assert entry["afterwards"] == [f"bicovg {command}" for command in words]
+    for command in entry["afterwards"]:
+        build_parser().parse_args(command.split()[1:])
+    edit(out / "record.json", lambda tree: tree["runs"][0]["afterwards"].pop())
+    with pytest.raises(UserError, match="afterwards"):
+        read_record(out)
+    for name in ("afterwards", "heldout_top1"):
+        edit(out / "record.json", lambda tree, name=name: tree["runs"][0].pop(name))  # type: ignore[misc]
+    assert read_record(out)["seeds"] == [0]  # as older records are
 
 
 @pytest.mark.parametrize("content", ["", "\x00\xff", "[]", "{}", "7"])
@@ -346,6 +481,7 @@ def test_a_run_as_the_trainer_leaves_it_fills_every_field_but_those_of_a_gpu(tmp
     assert main(["fuse", str(tmp_path / "run"), "--on", "augmented"]) == 0
     entry = write_record([tmp_path / "run"], tmp_path / "record")["runs"][0]
     assert {field for field, value in entry.items() if value is None} - {"commit"} == {"gpu", "cuda"}
+    assert entry["afterwards"] == ["bicovg fuse RUN --on augmented"]
     assert all(entry["fusion"].values())
 
 

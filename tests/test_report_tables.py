@@ -1,17 +1,28 @@
 """Tables of README and docs: made from records, and equal to what is printed."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from report_cases import make_run
+from report_cases import append_epoch, make_run
 
+from bicovg.bench_cases import BARE, CONSTANT, make_cases
+from bicovg.bench_report import FOLDER
 from bicovg.cli import main
 from bicovg.diagnostics import decline_area, tail_retention
 from bicovg.errors import UserError
+from bicovg.recipes import get_recipe
 from bicovg.records import load_records, write_record
+from bicovg.report.benchmarks import SHORT, bench_charts
+from bicovg.report.collect import read_runs
+from bicovg.report.figures import compose
+from bicovg.report.filling import FIGURES, MARKED, WHOLE, draw_figures, fill_file, fill_tables, update_tables
+from bicovg.report.paper import EFFICIENCY
 from bicovg.report.record_charts import KINDS, record_charts
-from bicovg.report.tables import FIGURES, TABLES, draw_figures, fill_file, fill_tables, read_records, update_tables
+from bicovg.report.svg import svg_file
+from bicovg.report.tables import TABLES, read_records
 
 ROOT = Path(__file__).parent.parent
 LIFTS = {"per-channel": -4.0, "bicovg": 0.0}
@@ -44,13 +55,15 @@ def test_tables_show_the_numbers_of_their_records(tmp_path: Path) -> None:
     mean = records["c-bicovg"]["runs"][0]["mean"]["top1"]
     assert f"| {mean:.2f} |" in row
     assert "5 of 400, short" in row
-    assert row.endswith("|  | 68.21 |")
+    assert row.endswith("|  | 68.21 (not said how) |")
     assert "| c-per-channel |" in results
     (change,) = (
         line for line in TABLES["diagnostics"](records).splitlines() if "per-channel to bicovg | cifar100" in line
     )
     assert "| +4.00 |" in change
-    assert "BiCovG, r = 8 | cifar100 | 5 of 400, short |" in TABLES["ablation"](records)
+    ablation = TABLES["ablation"](records)
+    assert f"BiCovG, r = 8 | cifar100 | 5 of 400, short | float32 | 1 | {mean:.2f} |" in ablation
+    assert "| BiCovG, r = 16 | imagenet100 | - | - | - | not run |  | 1.1 below r = 8 |" in ablation
     held = records | {"c-bicovg": records["c-bicovg"] | {"holdout": 0.02}}
     assert "BiCovG, r = 8 | cifar100 | 5 of 400, short, 2% held out |" in TABLES["ablation"](held)
     fused = records["c-bicovg"]["runs"][0]["fusion"]["train"]["top1"]
@@ -76,9 +89,75 @@ def test_a_record_that_changed_its_recipe_is_no_row_of_the_ablation_and_says_wha
     assert TABLES["ablation"](records).count("BiCovG, r = 8 | cifar100 | 5 of 400") == 2
     rows = TABLES["readings"](records).splitlines()[2:]
     assert [row.split(" | ")[3] for row in rows] == ["float32", "model.batch_norm false", "nothing"]
-    assert "| other |" in TABLES["results"](records)
+    (row,) = (line for line in TABLES["results"](records).splitlines() if line.startswith("| other |"))
+    assert "| bfloat16 | model.batch_norm false | 1 |" in row
+    (row,) = (line for line in TABLES["results"](records).splitlines() if line.startswith("| exact |"))
+    assert "| float32 |  | 1 |" in row
     del records["other"], records["exact"]
     assert "not run" in TABLES["readings"](records)
+
+
+def test_a_tuning_candidate_shows_its_heldout_accuracy_and_none_on_test(tmp_path: Path) -> None:
+    lrs = {"usual": None, "low": 1e-4, "high": 4e-4}
+    runs = {name: make_run(tmp_path / name, "cifar100-bicovg", epochs=5) for name in (*lrs, "long")}
+    change_config(runs["long"], "train", "epochs", 6)
+    append_epoch(runs["long"], 5, 6, list(range(8)))
+    for index, (name, run) in enumerate(runs.items()):
+        change_config(run, "data", "holdout", 0.02)
+        change_config(run, "train", "precision", "bfloat16")
+        if lrs.get(name):
+            change_config(run, "optim", "lr", lrs[name])
+        summary = json.loads((run / "summary.json").read_text())
+        summary |= {"heldout_top1": [20.0] * 7 + [60.25 + index], "epochs": 6 if name == "long" else 5}
+        chosen = {"exit": 0, **{key: summary["test"]["exits"][key][0] for key in ("top1", "top5")}}
+        summary["test"]["best_heldout_chosen"] = chosen
+        (run / "summary.json").write_text(json.dumps(summary))
+        make_record(tmp_path / "records" / name, run)
+    records = read_records(tmp_path)
+    known = "cifar100-bicovg | 5 of 400, short, 2% held out"
+    assert TABLES["tuning"](records).splitlines()[2:] == [
+        f"| {known} | nothing | 1 | 60.25 |",
+        f"| {known} | optim.lr 0.0001 | 1 | 61.25 |",
+        f"| {known} | optim.lr 0.0004 | 1 | 62.25 |",
+    ]
+    first = records["usual"]["runs"][0]["exits"]["top1"][0]
+    cells = next(line for line in TABLES["results"](records).splitlines() if line.startswith("| usual |")).split(" | ")
+    assert cells[8] == f"{first:.2f}"
+    for name in ("results", "fusion", "readings"):
+        assert not {"low", "high"} & {line.split(" | ")[0][2:] for line in TABLES[name](records).splitlines()}, name
+    (chart,) = (chart for chart in record_charts("by-block", records) if chart.name.endswith("-5"))
+    assert [line["name"] for line in chart.hover["series"]] == ["usual"]
+    del records["low"], records["high"]
+    assert "not run" in TABLES["tuning"](records)
+
+
+def test_recipes_that_belong_together_are_read_side_by_side(tmp_path: Path) -> None:
+    lengths = {"bicovg-fal": 5, "grouped": 5, "bp": 5, "bp-deep": 5, "bicovg": 5, "hgb2": 5}
+    for name, epochs in lengths.items():
+        run = make_run(tmp_path / name, f"cifar100-{name}", epochs=epochs)
+        make_record(tmp_path / "records" / name, run)
+    records = read_records(tmp_path)
+    records["bp"]["exit_blocks"] = [7]
+    rows = [row.strip("| ").split(" | ") for row in TABLES["readings"](records).splitlines()[2:]]
+    assert [row[0] for row in rows] == ["bicovg-fal", "grouped", "bp", "bp-deep"]
+    assert [row[6:] == ["-", "-"] for row in rows] == [False, False, True, False]
+    records["grouped"]["epochs"], records["bp-deep"]["holdout"] = 6, 0.02
+    assert "not run" in TABLES["readings"](records)
+
+
+def test_the_headline_holds_full_runs_by_data_set_beside_the_papers_numbers(tmp_path: Path) -> None:
+    lengths = {"tiny-imagenet-bp": 90, "cifar100-hgb2": 400, "tiny-imagenet-grouped": 90, "cifar100-bicovg": 400}
+    for recipe, epochs in {**lengths, "cifar100-hgb4": 5}.items():
+        run = make_run(tmp_path / recipe, recipe, epochs=epochs)
+        change_config(run, "train", "precision", "bfloat16")
+        make_record(tmp_path / "records" / recipe, run)
+    rows = [row.strip("| ").split(" | ") for row in TABLES["headline"](read_records(tmp_path)).splitlines()[2:]]
+    assert [(row[0], row[1].removeprefix(f"{row[0]}-"), row[-1]) for row in rows] == [
+        ("cifar100", "bicovg", "68.21 (not said how)"),
+        ("cifar100", "hgb2", "-"),
+        ("tiny-imagenet", "bp", "54.17 (classic net)"),
+        ("tiny-imagenet", "grouped", "-"),
+    ]
 
 
 def test_figures_are_drawn_of_records_of_one_length_and_old_ones_go(
@@ -141,13 +220,21 @@ def test_a_network_with_one_exit_is_a_dot_at_its_block(tmp_path: Path) -> None:
 
 def test_the_early_exit_table_is_that_of_the_curve_beside_the_record(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "cifar100-bicovg", epochs=5)
-    points = [{"speedup": 1.5, "compute": 0.625, "top1": 70.25, "points_lost": 0.75}]
+    points: list[dict[str, Any]] = [{"speedup": 1.5, "compute": 0.625, "top1": 70.25, "points_lost": 0.75}]
     rule = {"temperatures": [1.0] * 8, "points": points, "full": {"top1": 71.0}, "curve": []}
     found = {"calibrated_on": "held-out", "measured_on": "test", "exit_blocks": list(range(8)), "rules": {"mean": rule}}
     (run / "early_exit.json").write_text(json.dumps(found))
     make_record(tmp_path / "records" / "mine", run)
     table = TABLES["early-exit"](read_records(tmp_path))
-    assert "| mine | mean of blocks so far | 71.00 | 1.60x | 70.25 | 0.75 | held-out |" in table
+    assert "| mine | mean of blocks so far | 71.00 | 1.60x | - | 70.25 | 0.75 | held-out |" in table
+    points[0]["exits"] = [0.5, 0, 0, 0.25, 0, 0, 0, 0.25]
+    (run / "early_exit.json").write_text(json.dumps(found))
+    write_record([run], tmp_path / "records" / "mine", replace=True)
+    assert "| 1.60x | 3.50 of 8 | 70.25 |" in TABLES["early-exit"](read_records(tmp_path))
+    points[0]["exits"] = [0.5] * 8
+    (run / "early_exit.json").write_text(json.dumps(found))
+    with pytest.raises(UserError, match="add up to 1"):
+        write_record([run], tmp_path / "records" / "mine", replace=True)
 
 
 RATIOS = {"strict": 1.2344, "strict-fal": 1.1}
@@ -212,16 +299,43 @@ def test_the_speed_table_shows_what_was_measured_in_turns_on_a_gpu(
     with_fal = {**turns, "sides": [*sides, side("strict-fal", 1100.0, 1_600_000_000)]}
     path.write_text(json.dumps({**found, "side_by_side": [with_fal]}))
     assert TABLES["speed"]({}).splitlines()[2] == f"{known}| 1,100 | 1.100 {rest}"
+    bounded = {**turns, "goodness_share_at_most": 0.2}
+    path.write_text(json.dumps({**found, "side_by_side": [bounded]}))
+    assert "| 12.3% (at most 20.0%) |" in TABLES["speed"]({})
+    path.write_text(json.dumps({**found, "side_by_side": [{**turns, "goodness_share_at_most": None}]}))
+    assert "| 12.3% |" in TABLES["speed"]({})
     path.write_text(json.dumps(found))
-    assert "| strict | 5 | 1234 | 1.50 | 0.50 |" in TABLES["efficiency"]({})
-    path.write_text(json.dumps({**found, "rows": [side("strict", 999.0, 2_000_000_000)]}))
-    assert "| strict | 5 | 999 | 2.00 | 0.67 |" in TABLES["efficiency"]({})
+    assert "| strict | 5 | 1234 | 1.50 | 0.50 |  |  |  | GPU, torch 2.0, abc |" in TABLES["efficiency"]({})
+    later = {"id": 1, "gpu": "GPU", "torch": "2.0+x", "commit": "def"}
+    row = side("strict", 999.0, 2_000_000_000) | {"run": 1}
+    path.write_text(json.dumps({**found, "runs": [run, later], "rows": [row]}))
+    assert "| strict | 5 | 999 | 2.00 | 0.67 |  |  |  | GPU, torch 2.0, def |" in TABLES["efficiency"]({})
+    for other in ({"batch_size": 64}, {"precision": "float32"}, {"image_size": 64}):
+        path.write_text(json.dumps({**found, "runs": [run, later], "rows": [row | other]}))
+        assert "| strict | 5 | 1234 |" in TABLES["efficiency"]({}), other
     memory = {"steady_bytes": None, "data_bytes": None}  # as on a CPU
     for one in sides:
         one["memory"] = memory
     path.write_text(json.dumps({**found, "runs": [{**run, "gpu": None}]}))
     assert "not run" in TABLES["speed"]({})
     assert "| strict |  | not run |" in TABLES["efficiency"]({})
+    row_of_paper = "| hgb-4-summed |  | not run |  |  | 29.5 M | 8.74 | 4.74 (ours: not run) |  |"
+    assert row_of_paper in TABLES["efficiency"]({})
+
+
+def test_the_efficiency_table_knows_every_configuration_it_names() -> None:
+    stand_ins = {CONSTANT, BARE}
+    assert EFFICIENCY.keys() == make_cases(get_recipe("imagenet100-bicovg")).keys() - stand_ins
+
+
+def test_the_bench_charts_have_room_for_the_name_of_every_bar(tmp_path: Path) -> None:
+    runs = read_runs([make_run(tmp_path / "run", "imagenet100-bicovg")])
+    charts = bench_charts(runs, ROOT / FOLDER)
+    assert charts
+    for chart in charts:
+        drawn, labels = svg_file(compose(chart)), chart.hover["x"]
+        assert {SHORT[f"end-to-end-accumulate-{parts}"] for parts in (2, 4)} <= set(labels)
+        assert all(f">{label}</text>" in drawn for label in labels), chart.name
 
 
 def test_tables_in_a_checkout_follow_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +354,17 @@ def test_tables_in_a_checkout_follow_its_records(tmp_path: Path, monkeypatch: py
 def test_an_unknown_table_is_named() -> None:
     with pytest.raises(UserError, match="'nothing'"):
         fill_tables("<!-- table: nothing -->\n<!-- end of table -->", {})
+
+
+def test_every_table_and_every_kind_of_figure_is_printed_somewhere() -> None:
+    texts = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
+    for text in texts:
+        for what in ("table", "figures"):
+            starts = re.findall(rf"<!-- {what}: [a-z0-9-]+ -->", text)
+            assert len(starts) == text.count(f"<!-- end of {what} -->"), starts
+    printed = {match.group(2, 3) for text in texts for match in MARKED.finditer(text)}
+    assert TABLES.keys() == {name for what, name in printed if what == "table"}
+    assert KINDS.keys() == {name.removesuffix(WHOLE) for what, name in printed if what == "figures"}
 
 
 def test_printed_tables_are_those_of_the_records(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,12 @@
-"""Tables of speed and memory, from the files that ``bicovg bench`` writes."""
+"""Tables from the benchmark files: speed and memory (``bicovg bench``), how engines agree (``benchmarks/agree.py``)."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from bicovg.bench_cases import BASELINE, FAL, STRICT
 from bicovg.bench_report import FOLDER
+from bicovg.config import Config
 from bicovg.recipes import get_recipe
 from bicovg.report.benchmarks import read_bench
 from bicovg.report.paper import EFFICIENCY
@@ -41,7 +43,7 @@ def speed_table() -> str:
 
 def speed_cells(table: dict[str, Any], sides: dict[str, Any]) -> list[str]:
     mine, other = sides[STRICT], sides[BASELINE]
-    ratios, share = table[f"speed_over_{BASELINE}"], table["goodness_share"]
+    ratios = table[f"speed_over_{BASELINE}"]
     ratio, aligned = ratios[STRICT], sides.get(FAL)
     return [
         str(mine["batch_size"]),
@@ -52,8 +54,16 @@ def speed_cells(table: dict[str, Any], sides: dict[str, Any]) -> list[str]:
         *(["-", "-"] if aligned is None else [speed_of(aligned), f"{ratios[FAL]['median']:.3f}"]),
         *[f"{peak_bytes(side) / 1e9:.2f}" for side in (mine, other)],
         f"{peak_bytes(mine) / peak_bytes(other):.2f}",
-        "-" if share is None else f"{share:.1%}",
+        goodness_share(table),
     ]
+
+
+def goodness_share(table: dict[str, Any]) -> str:
+    """Of the step; the upper bound also counts batch norm's backward pass."""
+    share, most = table["goodness_share"], table.get("goodness_share_at_most")
+    if share is None:
+        return "-"
+    return f"{share:.1%}" if most is None else f"{share:.1%} (at most {most:.1%})"
 
 
 def speed_of(row: dict[str, Any]) -> str:
@@ -66,36 +76,56 @@ def describe_machine(machine: dict[str, Any]) -> str:
 
 def efficiency_table() -> str:
     """Memory and speed at 224 px from ``bicovg bench``, beside the paper's."""
-    header = ["configuration", "parameters", "images/s", "peak GB", "peak / end-to-end", "paper: GB, one GPU"]
-    header.append("paper: GB per GPU, two GPUs")
-    measured = bench_rows(get_recipe("imagenet100-bicovg").data.image_size)
-    baseline = measured.get("end-to-end")
+    header = ["configuration", "parameters", "images/s", "peak GB", "peak / end-to-end", "paper: parameters"]
+    header += ["paper: GB, one GPU", "paper: GB per GPU, two GPUs", "measured on"]
+    measured = bench_rows(get_recipe("imagenet100-bicovg"))
+    baseline = measured.get(BASELINE)
     rows = []
-    for name, (one, two) in EFFICIENCY.items():
-        row = measured.get(name)
-        if row is None:
-            rows.append([name, "", NOT_RUN, "", "", one, f"{two} (ours: not run)" if two else ""])
+    for name, (parameters, one, two) in EFFICIENCY.items():
+        paper = [parameters, one, f"{two} (ours: not run)" if two else ""]
+        if name not in measured:
+            rows.append([name, "", NOT_RUN, "", "", *paper, ""])
             continue
+        row, machine = measured[name]
         peak = peak_bytes(row)
-        share = f"{peak / peak_bytes(baseline):.2f}" if baseline else "-"
-        speed = f"{row['images_per_second']['median']:.0f}"
-        known = [f"{row['parameters']:,}", speed, f"{peak / 1e9:.2f}", share]
-        rows.append([name, *known, one, f"{two} (ours: not run)" if two else ""])
+        share = f"{peak / peak_bytes(baseline[0]):.2f}" if baseline else "-"
+        known = [f"{row['parameters']:,}", f"{row['images_per_second']['median']:.0f}", f"{peak / 1e9:.2f}", share]
+        rows.append([name, *known, *paper, describe_machine(machine)])
     return markdown(header, rows)
 
 
-def bench_rows(image_size: int) -> dict[str, Any]:
-    """Rows of the benchmark files at one image size, by configuration; those of turns where there are no others."""
+def bench_rows(config: Config) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """(row, machine) by configuration, at a recipe's image size, batch and precision.
+
+    Rows measured in turns are taken where there are no others.
+    """
+    wanted = (config.data.image_size, config.train.batch_size, config.train.precision)
     found = {}
     for result in bench_files():
-        sides = [side for table in result.get("side_by_side", []) for side in table["sides"]]
-        for row in (*sides, *result["rows"]):
+        machines = {entry["id"]: entry for entry in result["runs"]}
+        sides = [(side, table["run"]) for table in result.get("side_by_side", []) for side in table["sides"]]
+        for row, run in (*sides, *((row, row["run"]) for row in result["rows"])):
             on_gpu = row["memory"]["steady_bytes"] is not None
-            if row["image_size"] == image_size and row["status"] == "ok" and on_gpu:
-                found[row["name"]] = row
+            same = (row["image_size"], row["batch_size"], row["precision"]) == wanted
+            if same and row["status"] == "ok" and on_gpu:
+                found[row["name"]] = row, machines[run]
     return found
 
 
 def peak_bytes(row: dict[str, Any]) -> float:
     """Steady peak without the data set."""
     return float(row["memory"]["steady_bytes"] - (row["memory"]["data_bytes"] or 0))
+
+
+def agreement_table() -> str:
+    """How far 200 steps of the other engines are from the eager ones, from ``benchmarks/agree.py``."""
+    header = ["recipe", "precision", "engine", "first 5 losses", "means of 20 losses", "compiled after the third step"]
+    rows = []
+    for path in sorted(FOLDER.glob("agree-*.json")):
+        for row in json.loads(path.read_text())["rows"]:
+            for engine in (name for name in ("plain", "compiled", "graph") if name in row):
+                found = row[engine]
+                first, later = found["largest_difference_first_steps"], found["largest_difference_of_means"]
+                cells = [row["recipe"], row["precision"], engine, f"{first:.1e}", f"{later:.1e}"]
+                rows.append([*cells, str(found["recompiled"])])
+    return markdown(header, rows or [[NOT_RUN, *[""] * (len(header) - 1)]])

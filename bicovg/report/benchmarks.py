@@ -19,6 +19,8 @@ SHORT = {
     "hgb-4-interleaved": "hgb 4",
     BASELINE: "end-to-end",
     f"{BASELINE}-checkpointed": "checkpointed",
+    f"{BASELINE}-accumulate-2": "2 micro-batches",
+    f"{BASELINE}-accumulate-4": "4 micro-batches",
     "classic": "classic VGG-16",
 }
 

@@ -74,7 +74,7 @@ def read_run(path: Path) -> RunData:
     if config is None:
         raise UserError(f"{path} is not a run folder: it has no config.json")
     summary = read_summary(path) if os.path.lexists(path / "summary.json") else None
-    entry = _record_entry(path, config) if summary is None else None
+    entry = _record_entry(path, config)
     summary = entry["summary"] if entry else summary
     metrics = read_metrics(path, len(summary["exit_blocks"]) if summary else None)
     exits = _find_exits(config, metrics, summary)

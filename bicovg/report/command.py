@@ -67,7 +67,7 @@ def report(args: argparse.Namespace) -> int:
 
 def write_tables(args: argparse.Namespace) -> int:
     """Tables of the checkout in the current folder."""
-    from bicovg.report.tables import marked_files, update_tables
+    from bicovg.report.filling import marked_files, update_tables
 
     if args.runs:
         raise UserError(f"--tables reads records/, not {args.runs[0]}: make a record of it with `bicovg record`")

@@ -1,6 +1,7 @@
 """The paper's figures from ``records/``: accuracy per block, what BiCovG gains per block, fusion weights; early exit.
 
-Records of one data set and one length share a figure; several seeds are drawn as their mean.
+Records of one data set and one length share a figure; several seeds are drawn as their mean. Tuning candidates are in
+none: what is drawn was measured on test images.
 """
 
 import statistics
@@ -25,7 +26,7 @@ Records = dict[str, Record]
 def groups(records: Records) -> Iterator[tuple[str, str, list[Record]]]:
     """(file name's end, title, records) of every data set and length, the longest first."""
     for data, title in DATA.items():
-        own = [record for record in records.values() if record["data"] == data]
+        own = [record for record in records.values() if record["data"] == data and not is_candidate(record)]
         for epochs in sorted({record["epochs"] for record in own}, reverse=True):
             same = sorted((record for record in own if record["epochs"] == epochs), key=lambda one: str(one["name"]))
             short = any(epochs != record["recipe_epochs"] for record in same)
@@ -58,6 +59,11 @@ def by_block(end: str, title: str, records: list[Record]) -> Chart | None:
 def comparable(a: Record, b: Record) -> bool:
     """Whether two records trained equally long, on the same images, in the same precision."""
     return all(a[name] == b[name] for name in ("epochs", "holdout", "precision"))
+
+
+def is_candidate(record: Record) -> bool:
+    """Whether a record tries a changed setting on held-out images; on its test numbers nothing is to be chosen."""
+    return bool(record["changes"]) and record["holdout"] > 0
 
 
 def gain(end: str, title: str, records: list[Record]) -> Chart | None:

@@ -1,38 +1,27 @@
-"""Every table and figure of README and docs, made anew from ``records/`` and the benchmark files.
+"""Every table of README and docs, from ``records/`` and the benchmark files; what has no record yet says "not run"."""
 
-A table stands in a Markdown file between ``<!-- table: NAME -->`` and ``<!-- end of table -->``, figures between
-``<!-- figures: KIND -->`` and ``<!-- end of figures -->``. What has no record yet says "not run". No number is typed by
-hand.
-"""
-
-import json
-import os
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from bicovg.bench_report import FOLDER
 from bicovg.diagnostics import mean_gain
-from bicovg.errors import UserError
 from bicovg.recipes import get_recipe
 from bicovg.records import Record, as_word, changed_settings, load_records, seed_values
-from bicovg.report.bench_tables import NOT_RUN, efficiency_table, markdown, speed_table
-from bicovg.report.figures import compose
-from bicovg.report.paper import ABLATION, DIAGNOSTICS, MAIN
+from bicovg.report.bench_tables import NOT_RUN, agreement_table, efficiency_table, markdown, speed_table
+from bicovg.report.paper import ABLATION, BESIDE, DIAGNOSTICS, MAIN
 from bicovg.report.pictures import PREDICTS_FROM
-from bicovg.report.record_charts import DATA, KINDS, comparable, exit_means, record_charts
-from bicovg.report.svg import svg_file
+from bicovg.report.record_charts import comparable, exit_means, is_candidate
 from bicovg.runlog import read_early_exit
 
-MARKED = re.compile(r"(<!-- (table|figures): ([a-z0-9-]+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
-FIGURES = Path("docs") / "figures"
 FITTED_ON = {
     "train": "on train",
     "augmented": "on augmented train",
     "heldout": "on held-out",
     "heldout_temperatures": "on held-out, with temperatures",
 }
+READ_UNDER = {"grouped": "bicovg-fal", "bp-deep": "bp"}  # recipes to be read beside another one
 Records = dict[str, Record]
 
 
@@ -72,59 +61,83 @@ def length(record: Record) -> str:
 
 
 def results_table(records: Records) -> str:
-    """Every row of the paper's main table and every other record, accuracies by name, beside the paper's."""
-    header = ["record", "scope", "epochs", "precision", "seeds", "last", "best (test-chosen)", "mean"]
-    header += ["fused on train", "fused on held-out", "paper: best", "paper: fused"]
+    """Every row of the paper's main table and every other record, accuracies by name, beside the paper's.
+
+    Tuning candidates are left out: they are judged on held-out images, see ``tuning_table``.
+    """
+    header = ["record", "scope", "epochs", "precision", "changed", "seeds", "last", "best (test-chosen)"]
+    header += ["best (held-out-chosen)", "mean", "fused on train", "fused on held-out", "paper: best", "paper: fused"]
+    shown = {name: record for name, record in records.items() if not is_candidate(record)}
     rows = []
     for recipe, (best, fused) in MAIN.items():
-        found = of_recipe(records, recipe, unchanged=False)
+        found = of_recipe(shown, recipe, unchanged=False)
         rows += [[*result_cells(record), best, fused] for record in found]
         if not found:
             config = get_recipe(recipe)
-            known = [recipe, config.model.scope, str(config.train.epochs), "-", "-"]
-            rows.append([*known, NOT_RUN, *[""] * 4, best, fused])
-    others = sorted((r for r in records.values() if r["recipe"] not in MAIN), key=lambda r: str(r["name"]))
+            known = [recipe, config.model.scope, str(config.train.epochs), "-", "", "-"]
+            rows.append([*known, NOT_RUN, *[""] * 5, best, fused])
+    others = sorted((r for r in shown.values() if r["recipe"] not in MAIN), key=lambda r: str(r["name"]))
     rows += [[*result_cells(record), "", ""] for record in others]
     return markdown(header, rows)
 
 
 def result_cells(record: Record) -> list[str]:
-    accuracies = (("last",), ("best_test_chosen",), ("mean",), ("fusion", "train"), ("fusion", "heldout"))
-    single = len(record["exit_blocks"]) == 1
+    rules = (("last",), ("best_test_chosen",), ("best_heldout_chosen",), ("mean",), ("fusion", "train"))
     return [
         record["name"],
         record["scope"],
         length(record),
         record["precision"],
+        settings_changed(record),
         str(len(record["seeds"])),
-        *[cell(seed_values(record, *keys, "top1")) if not single or keys == ("last",) else "-" for keys in accuracies],
+        *[top1(record, *keys) for keys in (*rules, ("fusion", "heldout"))],
     ]
 
 
-def headline_table(records: Records) -> str:
-    """For the README: the full runs of the paper's main table and of its backbones end to end."""
-    header = ["data", "recipe", "seeds", "last exit", "mean of exits", "fused on train", "paper"]
+def top1(record: Record, *keys: str) -> str:
+    """Top-1 by one rule; a network with one exit has no rule but the last."""
+    single = len(record["exit_blocks"]) == 1
+    return "-" if single and keys != ("last",) else cell(seed_values(record, *keys, "top1"))
+
+
+def tuning_table(records: Records) -> str:
+    """Recipes with a changed setting, on held-out images alone: what a choice may be made on."""
+    header = ["recipe", "epochs", "changed", "seeds", "held-out top-1, last exit"]
+    tuned = {(record["recipe"], record["epochs"]) for record in records.values() if is_candidate(record)}
+    found = [one for one in records.values() if one["holdout"] and (one["recipe"], one["epochs"]) in tuned]
     rows = []
-    for recipe in (*MAIN, "tiny-imagenet-bp"):
+    for record in sorted(found, key=lambda one: (one["recipe"], -one["epochs"], what_changed(one), one["name"])):
+        last = [(entry.get("heldout_top1") or [None])[-1] for entry in record["runs"]]
+        known = [record["recipe"], length(record), what_changed(record) or "nothing", str(len(last))]
+        rows.append([*known, cell(last)])
+    return markdown(header, rows or [[NOT_RUN, *[""] * (len(header) - 1)]])
+
+
+def headline_table(records: Records) -> str:
+    """For the README: the full runs of the paper's main table, and of ours that stand beside them."""
+    header = ["data", "recipe", "seeds", "last exit", "mean of exits", "fused on train", "paper"]
+    printed = {recipe: fused or best for recipe, (best, fused) in MAIN.items()} | BESIDE
+    rows = []
+    for recipe, paper in printed.items():
         for record in of_recipe(records, recipe):
             whole = record["epochs"] == record["recipe_epochs"] and record["precision"] == "bfloat16"
             if whole and not record["holdout"]:
-                cells, paper = result_cells(record), [number for number in MAIN.get(recipe, ()) if number]
-                rows.append([record["data"], recipe, cells[4], cells[5], *cells[7:9], paper[-1] if paper else "-"])
+                values = [top1(record, *keys) for keys in (("last",), ("mean",), ("fusion", "train"))]
+                rows.append([record["data"], recipe, str(len(record["seeds"])), *values, paper])
     return markdown(header, sorted(rows, key=lambda row: row[0]) or [[NOT_RUN, *[""] * (len(header) - 1)]])
 
 
 def ablation_table(records: Records) -> str:
     """The four points of the ablation and the reductions, on data sets and lengths of which there are records."""
-    header = ["configuration", "data", "epochs", "seeds", "mean", "fused on train", "paper: fused"]
+    header = ["configuration", "data", "epochs", "precision", "seeds", "mean", "fused on train", "paper: fused"]
     rows = []
     for data, points in ABLATION.items():
         for suffix, (name, paper) in points.items():
             for record in of_recipe(records, f"{data}-{suffix}"):
-                values = [cell(seed_values(record, *keys, "top1")) for keys in (("mean",), ("fusion", "train"))]
-                rows.append([name, data, length(record), str(len(record["seeds"])), *values, paper])
+                known = [name, data, length(record), record["precision"], str(len(record["seeds"]))]
+                rows.append([*known, top1(record, "mean"), top1(record, "fusion", "train"), paper])
             if not of_recipe(records, f"{data}-{suffix}"):
-                rows.append([name, data, "-", "-", NOT_RUN, "", paper])
+                rows.append([name, data, "-", "-", "-", NOT_RUN, "", paper])
     return markdown(header, rows)
 
 
@@ -133,7 +146,7 @@ def fusion_table(records: Records) -> str:
     header = ["record", "seeds", "mean", *FITTED_ON.values()]
     rows = []
     for record in sorted(records.values(), key=lambda record: str(record["name"])):
-        if len(record["exit_blocks"]) > 1 and record["data"] != "digits":
+        if len(record["exit_blocks"]) > 1 and record["data"] != "digits" and not is_candidate(record):
             entries = [entry["fusion"] for entry in record["runs"]]
             fitted = [cell([(entry.get(name) or {}).get("top1") for entry in entries]) for name in FITTED_ON]
             rows.append([record["name"], str(len(entries)), cell(seed_values(record, "mean", "top1")), *fitted])
@@ -159,28 +172,42 @@ def diagnostics_table(records: Records) -> str:
 
 
 def readings_table(records: Records) -> str:
-    """Records that changed a setting of their recipe, under the one of equal length that did not."""
+    """Records of equal length that differ in a setting, or in a recipe that is to be read beside another."""
     header = ["record", "recipe", "epochs", "changed", "seeds", "last", "mean", "fused on train"]
     rows = []
-    for record in sorted(records.values(), key=lambda one: (one["data"], one["recipe"], -one["epochs"], one["name"])):
-        rivals = [
-            other
-            for other in of_recipe(records, record["recipe"], unchanged=False)
-            if other["epochs"] == record["epochs"]
-            and not other["holdout"]
-            and what_changed(other) != what_changed(record)
-        ]
-        if rivals and not record["holdout"]:
-            keys = (("last",), ("mean",), ("fusion", "train"))
-            values = [cell(seed_values(record, *key, "top1")) for key in keys]
+    for record in sorted(records.values(), key=reading_order):
+        if any(meet(record, other) for other in records.values()):
+            values = [top1(record, *keys) for keys in (("last",), ("mean",), ("fusion", "train"))]
             known = [record["name"], record["recipe"], length(record), what_changed(record) or "nothing"]
             rows.append([*known, str(len(record["seeds"])), *values])
     return markdown(header, rows or [[NOT_RUN, *[""] * (len(header) - 1)]])
 
 
+def reading_order(record: Record) -> tuple[str, str, int, str, str]:
+    return record["data"], read_under(record), -record["epochs"], record["recipe"], record["name"]
+
+
+def read_under(record: Record) -> str:
+    """The recipe beside which a record is read, mostly its own."""
+    data, recipe = record["data"], str(record["recipe"])
+    other = READ_UNDER.get(recipe.removeprefix(f"{data}-"))
+    return recipe if other is None else f"{data}-{other}"
+
+
+def meet(one: Record, other: Record) -> bool:
+    """Whether two records trained equally long on all images, and differ in what is to be read."""
+    alike = one["epochs"] == other["epochs"] and not one["holdout"] and not other["holdout"]
+    differ = (one["recipe"], what_changed(one)) != (other["recipe"], what_changed(other))
+    return alike and differ and read_under(one) == read_under(other)
+
+
+def settings_changed(record: Record) -> str:
+    return ", ".join(f"{path} {as_word(value)}" for path, value in record["changes"].items())
+
+
 def what_changed(record: Record) -> str:
-    changes = [f"{path} {as_word(value)}" for path, value in record["changes"].items()]
-    return ", ".join([*changes, *(["float32"] if record["precision"] == "float32" else [])])
+    """Settings, and the precision where that is float32."""
+    return ", ".join(filter(None, (settings_changed(record), "float32" * (record["precision"] == "float32"))))
 
 
 def diagnostic_cells(a: Record, b: Record) -> list[str]:
@@ -196,19 +223,29 @@ def diagnostic_cells(a: Record, b: Record) -> list[str]:
 
 def early_exit_table(records: Records) -> str:
     """Accuracy at less compute, from records that measured it."""
-    header = ["record", "predicts from", "whole network", "less compute", "top-1", "points lost", "calibrated on"]
+    header = ["record", "predicts from", "whole network", "less compute", "blocks computed, mean", "top-1"]
+    header += ["points lost", "calibrated on"]
     rows = []
     for record in records.values():
         measured = [entry["early_exit"] for entry in record["runs"] if entry.get("early_exit")]
-        for rule in measured[0]["rules"] if measured else ():
+        for rule in measured[0]["rules"] if measured and not is_candidate(record) else ():
             curves = [found["rules"][rule] for found in measured if rule in found["rules"]]
             full = cell([curve["full"]["top1"] for curve in curves])
             for points in zip(*(curve["points"] for curve in curves), strict=False):
-                less = cell([1 / point["compute"] for point in points]) + "x"
-                top1, lost = (cell([point[name] for point in points]) for name in ("top1", "points_lost"))
+                less, blocks = cell([1 / p["compute"] for p in points]) + "x", blocks_computed(points, record)
+                accuracy, lost = (cell([point[name] for point in points]) for name in ("top1", "points_lost"))
                 label, source = PREDICTS_FROM.get(rule, rule), measured[0]["calibrated_on"]
-                rows.append([record["name"], label, full, less, top1, lost, source])
-    return markdown(header, rows or [[NOT_RUN, *[""] * 6]])
+                rows.append([record["name"], label, full, less, blocks, accuracy, lost, source])
+    return markdown(header, rows or [[NOT_RUN, *[""] * (len(header) - 1)]])
+
+
+def blocks_computed(points: Sequence[dict[str, Any]], record: Record) -> str:
+    """How many blocks an image passed before it left, mean over the images; one point per seed."""
+    blocks = record["exit_blocks"]
+    if any("exits" not in point for point in points):
+        return "-"
+    shares = [zip(point["exits"], blocks, strict=True) for point in points]
+    return cell([sum(share * (block + 1) for share, block in pairs) for pairs in shares]) + f" of {blocks[-1] + 1}"
 
 
 def times_table(records: Records) -> str:
@@ -239,23 +276,10 @@ def engines_table() -> str:
     return markdown(header, rows or [[NOT_RUN, *[""] * (len(header) - 1)]])
 
 
-def agreement_table() -> str:
-    """How far 200 steps of the other engines are from the eager ones, from ``benchmarks/agree.py``."""
-    header = ["recipe", "precision", "engine", "first 5 losses", "means of 20 losses", "compiled after the third step"]
-    rows = []
-    for path in sorted(FOLDER.glob("agree-*.json")):
-        for row in json.loads(path.read_text())["rows"]:
-            for engine in ("compiled", "graph"):
-                found = row[engine]
-                first, later = found["largest_difference_first_steps"], found["largest_difference_of_means"]
-                cells = [row["recipe"], row["precision"], engine, f"{first:.1e}", f"{later:.1e}"]
-                rows.append([*cells, str(found["recompiled"])])
-    return markdown(header, rows or [[NOT_RUN, *[""] * (len(header) - 1)]])
-
-
 TABLES: dict[str, Callable[[Records], str]] = {
     "headline": headline_table,
     "results": results_table,
+    "tuning": tuning_table,
     "ablation": ablation_table,
     "fusion": fusion_table,
     "diagnostics": diagnostics_table,
@@ -267,72 +291,3 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "speed": lambda records: speed_table(),
     "efficiency": lambda records: efficiency_table(),
 }
-
-WHOLE = "-full"
-
-
-def fill_tables(text: str, records: Records, origin: str = "the text", figures: str = FIGURES.name) -> str:
-    """A Markdown text with all its tables and links to figures made anew.
-
-    Args:
-        figures: the figures' folder, as seen from the text.
-    """
-
-    def fill(match: re.Match[str]) -> str:
-        start, what, name, end = match.groups()
-        known: Sequence[str] = list(TABLES) if what == "table" else [*KINDS, *(f"{kind}{WHOLE}" for kind in KINDS)]
-        if name not in known:
-            raise UserError(f"{origin} asks for the {what} {name!r}: choose one of {', '.join(known)}")
-        made = TABLES[name](records) if what == "table" else links(name, records, figures)
-        return f"{start}\n{made}\n{end}"
-
-    return MARKED.sub(fill, text)
-
-
-def links(kind: str, records: Records, figures: str) -> str:
-    """``kind``, or, with ``-full``, without short runs' figures."""
-    charts = record_charts(kind.removesuffix(WHOLE), records)
-    if kind.endswith(WHOLE):
-        charts = [chart for chart in charts if not chart.title.endswith("(short)")]
-    return (
-        "\n\n".join(f"![{chart.title}]({figures}/{chart.name}.svg)" for chart in charts) + "\n" if charts else NOT_RUN
-    )
-
-
-def draw_figures(records: Records) -> dict[str, str]:
-    """Every figure's file by name."""
-    charts = [chart for kind in KINDS for chart in record_charts(kind, records)]
-    return {f"{chart.name}.svg": svg_file(compose(chart)) for chart in charts}
-
-
-def marked_files(root: Path = Path()) -> list[Path]:
-    """README and docs with a table in them."""
-    return [path for path in (root / "README.md", *sorted(root.glob("docs/*.md"))) if has_table(path)]
-
-
-def has_table(path: Path) -> bool:
-    return path.is_file() and MARKED.search(path.read_text()) is not None
-
-
-def fill_file(path: Path, records: Records, root: Path = Path()) -> str:
-    """What should stand in a file of a checkout."""
-    folder = Path(os.path.relpath(root / FIGURES, path.parent)).as_posix()
-    return fill_tables(path.read_text(), records, str(path), folder)
-
-
-def update_tables(root: Path = Path()) -> list[Path]:
-    """Rewrite the files whose tables are not those of the records, and the figures; returns what changed."""
-    records, files = read_records(root), marked_files(root)
-    fresh = {path: fill_file(path, records, root) for path in files}
-    drawn = any("<!-- figures: " in text for text in fresh.values())
-    if drawn:
-        fresh |= {root / FIGURES / name: text for name, text in draw_figures(records).items()}
-    changed = [path for path, text in fresh.items() if not path.is_file() or path.read_text() != text]
-    for path in changed:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(fresh[path])
-    ours = [path for kind in KINDS for data in DATA for path in sorted((root / FIGURES).glob(f"{kind}-{data}-*.svg"))]
-    stale = [path for path in ours if drawn and path not in fresh]
-    for path in stale:
-        path.unlink()
-    return changed + stale

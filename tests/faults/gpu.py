@@ -18,9 +18,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the
 import torch
 
 from bicovg.checkpoint import METRICS, MODEL, OPTIMIZER, find_checkpoint
+from bicovg.choosing import make_engine
 from bicovg.config import override
 from bicovg.data.splits import load_splits, make_loaders
-from bicovg.engine import make_engine
 from bicovg.errors import NonFiniteError
 from bicovg.optim import make_optimizers
 from bicovg.preparation import build_on

@@ -68,7 +68,9 @@ class _ConvAside(torch.autograd.Function):
 
         def add() -> Tensor:
             made = differentiate(1)
-            return made if weight.grad is None else weight.grad.add_(made)
+            if weight.grad is not None:
+                return weight.grad.add_(made)
+            return made if made.stride() == weight.stride() else torch.empty_like(weight).copy_(made)
 
         weight.grad = ctx.aside.run(add, x, dy)
         return differentiate(0) if ctx.needs_input_grad[0] else None, None, None

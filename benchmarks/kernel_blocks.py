@@ -71,6 +71,12 @@ def recipe_blocks() -> list[Block]:
     return found
 
 
+def small_blocks() -> list[Block]:
+    """Each channels, projections, scales and pool of the recipes once, as one image whose cells have a few pixels."""
+    found = {(b.channels, b.projections, b.scales, b.pool): b for b in recipe_blocks()}
+    return [b._replace(batch=1, size=max(4, 2 * max(b.scales))) for b in found.values()]
+
+
 def draw(block: Block, dtype: torch.dtype, last: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Fresh f, W (which may have no row), dg and dropout keys."""
     _, B, C, H, scales, _, N = block

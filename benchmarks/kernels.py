@@ -31,7 +31,7 @@ from kernel_blocks import (
     recipe_blocks,
     run_all,
 )
-from kernel_checks import FIELDS, check_block, with_mixing
+from kernel_checks import Distance, check_block, cut_rows, distance, poisoned, with_mixing
 from kernel_sweep import run_sweep
 from machine import describe
 from torch import Tensor
@@ -42,7 +42,11 @@ from bicovg.kernels.goodness import fused_bicovg
 from bicovg.kernels.tail import fused_tail
 from bicovg.layers import keyed_dropout, rms_norm, rms_pool
 
+# Of the batch and of each sample alike. In bfloat16 df, dy and h are off by their rounding, 2.5e-3 at most, the worst
+# sample by 1.5 times as much; a lost tile of 32 x 64 is 3.6e-2 of the largest sample. g is a float32, off by 7.4e-4 at
+# most; a lost tile of 16 pixels of 112 x 112 is 4e-3 of it in 4 x 4 cells.
 LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
+G_LIMIT = 2.5e-3  # in bfloat16
 LARGE = 1 << 27  # elements of f
 CHECKERS = {True: 5, False: 14}  # processes for large blocks, of which one takes some 20 GB in float64, and others
 COMPILED = (0, 9, 13)  # blocks also timed against torch.compile, which takes long to compile
@@ -52,45 +56,29 @@ def plain_tail(f: Tensor, pool: bool, drop: float, keys: Tensor) -> Tensor:
     return rms_norm(keyed_dropout(rms_pool(f) if pool else f, drop, keys))
 
 
-class Distance:
-    """Relative error norm, gathered over chunks of a batch."""
-
-    def __init__(self) -> None:
-        self.error = self.size = 0.0
-
-    def add(self, x: Tensor, reference: Tensor) -> None:
-        self.error += float((x.double() - reference).square().sum())
-        self.size += float(reference.square().sum())
-
-    def value(self) -> float:
-        return math.sqrt(self.error / self.size)
-
-
 def check(block: Block, dtype: torch.dtype, last: bool) -> dict[str, float]:
-    """Relative errors of g, df, dW and h against float64; uninitialised memory is NaN."""
+    """Relative errors of g, df, dW and h against float64, and of the worst sample."""
     f, w, grad, keys = draw(block, dtype, last)
     leaf, weight = f.detach().requires_grad_(), w.clone().requires_grad_() if len(w) else None
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    g = fused_bicovg(leaf, weight, block.scales)
-    df, *dw = torch.autograd.grad(g, with_mixing((leaf,), weight), grad)
-    h = fused_tail(f, block.pool, 0.1, keys, 3)
-    torch.use_deterministic_algorithms(False)
+    with poisoned():
+        g = fused_bicovg(leaf, weight, block.scales)
+        df, *dw = torch.autograd.grad(g, with_mixing((leaf,), weight), grad)
+        h = fused_tail(f, block.pool, 0.1, keys, 3)
     assert df.stride() == f.stride()
-    errors = {name: Distance() for name in ("g", "df", "dW", "h")}
+    gathered = {name: Distance() for name in ("g", "df", "h")}
     total = torch.zeros_like(w, dtype=torch.float64)
-    chunk = max(1, (1 << 26) // f[0].numel())
-    for part in range(0, block.batch, chunk):
-        rows = slice(part, part + chunk)
+    for rows in cut_rows(f):
         wide, wide_w = f[rows].double().requires_grad_(), w.double().requires_grad_() if len(w) else None
         reference = bicovg(wide, wide_w, block.scales)
         slopes = torch.autograd.grad(reference, with_mixing((wide,), wide_w), grad[rows].double())
-        errors["g"].add(g.detach()[rows], reference.detach())
-        errors["df"].add(df[rows], slopes[0])
-        errors["h"].add(h[rows], plain_tail(f[rows].double(), block.pool, 0.1, make_keys(keys[rows], 3)))
+        gathered["g"].add(g.detach()[rows], reference.detach())
+        gathered["df"].add(df[rows], slopes[0])
+        gathered["h"].add(h[rows], plain_tail(f[rows].double(), block.pool, 0.1, make_keys(keys[rows], 3)))
         total += slopes[1] if len(slopes) > 1 else 0.0
-    if dw:
-        errors["dW"].add(dw[0], total)
-    return {name: error.value() for name, error in errors.items() if dw or name != "dW"}
+    errors = {"dW": distance(dw[0], total)} if dw else {}
+    for name, part in gathered.items():
+        errors |= part.values(name)
+    return errors
 
 
 SMALL = Block("small", 4, 128, 8, (2, 4), True, 16)
@@ -188,13 +176,18 @@ def build(block: Block) -> None:
     torch.cuda.synchronize()
 
 
+def is_within(name: str, error: float, dtype: torch.dtype) -> bool:
+    """Whether an error is within its limit; NaN is not, nor is a count of 1."""
+    return error < (G_LIMIT if dtype == torch.bfloat16 and name.split()[0] == "g" else LIMITS[dtype])
+
+
 def run_check(task: tuple[Block, torch.dtype, bool | None]) -> dict[str, Any]:
     """One row: goodness and tail of f in one layout or the other, or, for None, the kernels of the whole block."""
     block, dtype, last = task
     row = describe_task(task)
     try:
         errors = check_block(block, dtype) if last is None else check(block, dtype, last)
-        row |= errors | {"ok": all(error < LIMITS[dtype] for error in errors.values())}
+        row |= errors | {"ok": all(is_within(name, error, dtype) for name, error in errors.items())}
     except Exception as error:
         row |= {"ok": False, "error": f"{type(error).__name__}: {error}"[:300]}
     torch.cuda.empty_cache()
@@ -260,7 +253,8 @@ def print_tables(report: dict[str, Any]) -> None:
     for row in report.get("blocks", []):
         groups.setdefault(f"{row['dtype']:15} {'whole blocks':13}", []).append(row)
     for title, rows in groups.items():
-        text = "  ".join(f"{name} {worst(rows, name):.1e}" for name in ("df", *FIELDS) if any(name in r for r in rows))
+        names = dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, float))
+        text = "  ".join(f"{name} {worst(rows, name):.1e}" for name in names)
         print(f"{len(rows)} rows, {sum(not row['ok'] for row in rows)} wrong, worst error {title} {text}")
     if "times" not in report:
         return

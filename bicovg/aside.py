@@ -69,7 +69,7 @@ class _ConvAside(torch.autograd.Function):
         def add() -> Tensor:
             made = differentiate(1)
             if weight.grad is not None:
-                return weight.grad.add_(made)
+                made = weight.grad.add_(made)
             return made if made.stride() == weight.stride() else torch.empty_like(weight).copy_(made)
 
         weight.grad = ctx.aside.run(add, x, dy)

@@ -1,10 +1,14 @@
 """Batch norm, ReLU and goodness fused, against float64; see ``test_kernels.py`` for how these run."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_cases import DEVICE, LAST, distance, draw_maps, make_norm, poisoned  # noqa: F401  (a fixture for every case)
+from kernel_cases import BOTH_DTYPES, DEVICE, LAST, LOOSE, distance, draw_maps, draw_weight, make_norm
+from kernel_cases import poisoned as poisoned  # a fixture for every case here too
 from torch import nn
 from torch.nn import functional as F
 
@@ -13,7 +17,12 @@ from bicovg.kernels import block, block_backward
 from bicovg.kernels.block_backward_triton import find_edge
 from bicovg.kernels.tiles import Tile
 
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+from kernel_blocks import Block, small_blocks
+from kernel_checks import WAYS, check_block
 
+
+@BOTH_DTYPES
 @pytest.mark.parametrize("few", [True, False], ids=["fewer-launches", "more-programs"])
 @pytest.mark.parametrize(
     ("shape", "scales", "projections", "last"),
@@ -25,6 +34,7 @@ from bicovg.kernels.tiles import Tile
         ((2, 520, 3, 3), (1, 2), 4, True),
         ((2, 24, 13, 12), (1, 2), 3, True),
         ((2, 16, 10, 8), (1, 2), 16, True),
+        ((3, 37, 6, 9), (2, 3), 19, False),
     ],
 )
 def test_block_equals_batch_norm_relu_and_goodness(
@@ -33,21 +43,22 @@ def test_block_equals_batch_norm_relu_and_goodness(
     projections: int,
     last: bool,
     few: bool,
+    dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """g, the running statistics, and the gradients of y, gamma, beta and W, through the batch statistics."""
     monkeypatch.setattr(block, "FEW_ROWS", 1000 if few else 0)
-    monkeypatch.setattr(block_backward, "ADDED", 8192 if few else 128)
+    monkeypatch.setattr(block_backward, "ADDED", 8192 if few else 256)
     monkeypatch.setattr(block_backward, "SCALED", 4096 if few else 256)
     monkeypatch.setattr(block_backward, "SLOPES", 1024 if few else 64)
     C = shape[1]
-    y = draw_maps(shape, last) - 0.4 + 3.0 * torch.rand(C, 1, 1, device=DEVICE)
+    y = (draw_maps(shape, last) - 0.4 + 3.0 * torch.rand(C, 1, 1, device=DEVICE)).to(dtype)
     if last:
         y = y.contiguous(memory_format=LAST)
     norm, oracle = make_norm(C), nn.BatchNorm2d(C, device=DEVICE)
     oracle.load_state_dict(norm.state_dict())
     oracle = oracle.double()
-    weight = torch.randn(projections, C, device=DEVICE) / C**0.5 if projections else None
+    weight = draw_weight(projections, C, dtype)
     leaves = [x.clone().requires_grad_() for x in (y, weight) if x is not None]
     wide = [x.double().requires_grad_() for x in (y, weight) if x is not None]
     assert block.fuses_block(y, weight, scales)
@@ -57,14 +68,33 @@ def test_block_equals_batch_norm_relu_and_goodness(
     grad = torch.randn_like(reference)
     g.backward(grad.float())
     reference.backward(grad)
-    assert distance(g, reference) < 1e-5  # scale * y + shift cancels where y's mean is far from 0
+    limit = LOOSE if dtype == torch.bfloat16 else 1e-5  # scale * y + shift cancels where y's mean is far from 0
+    assert distance(g, reference) < limit
     pairs = [*zip(leaves, wide, strict=True), (norm.weight, oracle.weight), (norm.bias, oracle.bias)]
     for leaf, wanted in pairs:
         assert leaf.grad is not None
         assert wanted.grad is not None
-        assert distance(leaf.grad, wanted.grad) < 1e-5
+        assert distance(leaf.grad, wanted.grad) < limit
     for name, wanted_buffer in oracle.named_buffers():
         assert torch.allclose(norm.get_buffer(name).double(), wanted_buffer.double(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("part", small_blocks(), ids=lambda b: f"C{b.channels}-N{b.projections}-{b.scales}-{b.pool}")
+def test_block_and_tail_of_recipe_blocks(part: Block) -> None:
+    """What ``benchmarks/kernels.py`` checks on a GPU, of one small image."""
+    errors = check_block(part, torch.float32, ways=())
+    assert {name: error for name, error in errors.items() if not error < 1e-5} == {}
+
+
+@BOTH_DTYPES
+@pytest.mark.parametrize("projections", [5, 0])
+def test_the_last_block_of_a_unit_gets_the_same_bits(projections: int, dtype: torch.dtype) -> None:
+    """dy in y's place, h without a graph, and a y in contiguous layout."""
+    errors = check_block(Block("", 2, 40, 8, (2, 4), True, projections), dtype)
+    assert errors.keys() >= WAYS.keys()
+    assert {
+        name: error for name, error in errors.items() if not error < (1e-5 if dtype == torch.float32 else LOOSE)
+    } == {}
 
 
 @pytest.mark.parametrize("pixels", [16, 32, 64])
@@ -116,10 +146,11 @@ def test_a_channel_without_spread_or_with_a_negative_one_has_its_gradient(even: 
     assert distance(leaf.grad, wide.grad) < 1e-4
 
 
-def test_a_block_may_put_its_gradient_in_the_place_of_y() -> None:
+@BOTH_DTYPES
+def test_a_block_may_put_its_gradient_in_the_place_of_y(dtype: torch.dtype) -> None:
     """The same gradients bit for bit, in y's own memory; a second backward pass is refused, not wrong."""
     norm, weight = make_norm(24), torch.randn(3, 24, device=DEVICE)
-    leaf = torch.randn(3, 24, 7, 5, device=DEVICE).contiguous(memory_format=LAST)
+    leaf = torch.randn(3, 24, 7, 5, device=DEVICE).to(dtype).contiguous(memory_format=LAST)
     found = []
     for overwrite in (False, True):
         x, w = leaf.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -143,6 +174,12 @@ def test_statistics_survive_a_mean_far_from_zero(few_rows: int, monkeypatch: pyt
     stats = block.block_statistics(y, make_norm(8))
     spread = y.double().var(dim=(0, 2, 3), unbiased=False)
     assert torch.allclose(stats[1].double(), (spread + 1e-5).rsqrt(), rtol=1e-5)
+
+
+def test_statistics_of_one_image_do_not_depend_on_its_layout() -> None:
+    y = torch.randn(1, 8, 4, 4, device=DEVICE)
+    found = [block.block_statistics(x, make_norm(8))[:2] for x in (y, y.contiguous(memory_format=LAST))]
+    assert torch.equal(*found)
 
 
 def test_statistics_in_evaluation_are_the_running_ones() -> None:

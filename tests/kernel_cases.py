@@ -3,7 +3,9 @@
 Uninitialised memory is NaN throughout (deterministic mode fills it), so an element nobody wrote shows up.
 """
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +23,17 @@ from bicovg.kernels.loss import cross_entropy_op
 from bicovg.kernels.tiles import Tile
 from bicovg.layers import keyed_dropout, rms_norm, rms_pool
 
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+from kernel_blocks import small_blocks
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAST = torch.channels_last
+BOTH_LAYOUTS = pytest.mark.parametrize("last", [True, False], ids=["channels_last", "contiguous"])
+NEEDS_CUDA = pytest.mark.skipif(DEVICE != "cuda", reason="bfloat16 needs CUDA: the interpreter multiplies it wrongly")
+BOTH_DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=NEEDS_CUDA)], ids=["float32", "bfloat16"]
+)
+LOOSE = 1e-2  # limit in bfloat16, which rounds by 2e-3 what is stored in it
 
 
 @pytest.fixture(autouse=True)
@@ -34,9 +45,16 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def draw_maps(shape: tuple[int, ...], last: bool = True) -> Tensor:
-    f = torch.randn(shape, device=DEVICE).relu()
+def draw_maps(shape: tuple[int, ...], last: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:
+    f = torch.randn(shape, device=DEVICE).relu().to(dtype)
     return f.contiguous(memory_format=LAST) if last else f
+
+
+def draw_weight(projections: int, channels: int, dtype: torch.dtype) -> Tensor | None:
+    """A W in float32, of values that ``dtype`` has; None without projections."""
+    if not projections:
+        return None
+    return (torch.randn(projections, channels, device=DEVICE) / channels**0.5).to(dtype).float()
 
 
 def distance(x: Tensor, reference: Tensor) -> float:
@@ -44,9 +62,8 @@ def distance(x: Tensor, reference: Tensor) -> float:
 
 
 def check_goodness(f: Tensor, projections: int, scales: tuple[int, ...], relu_mask: bool = False) -> None:
-    """Value, df and dW within float32's reach of float64, df laid out like f."""
-    C = f.shape[1]
-    weight = torch.randn(projections, C, device=DEVICE) / C**0.5 if projections else None
+    """Value, df and dW within reach of float64, df laid out like f."""
+    weight, limit = draw_weight(projections, f.shape[1], f.dtype), LOOSE if f.dtype == torch.bfloat16 else 1e-6
     leaves = [x.clone().requires_grad_() for x in (f, weight) if x is not None]
     wide = [x.double().requires_grad_() for x in (f, weight) if x is not None]
     g = fused.fused_bicovg(leaves[0], leaves[1] if projections else None, scales, relu_mask)
@@ -58,30 +75,38 @@ def check_goodness(f: Tensor, projections: int, scales: tuple[int, ...], relu_ma
         assert wide[0].grad is not None
         wide[0].grad[f == 0] = 0.0
     assert g.dtype == torch.float32
-    assert distance(g, reference) < 1e-6
+    assert distance(g, reference) < limit
     for leaf, oracle in zip(leaves, wide, strict=True):
         assert leaf.grad is not None
         assert oracle.grad is not None
         assert leaf.grad.stride() == leaf.stride()
-        assert distance(leaf.grad, oracle.grad) < 1e-6
+        assert distance(leaf.grad, oracle.grad) < limit
 
 
-@pytest.mark.parametrize("last", [True, False], ids=["channels_last", "contiguous"])
+@pytest.mark.parametrize("shape", dict.fromkeys((b.channels, b.projections, b.scales, b.size) for b in small_blocks()))
+def test_goodness_of_recipe_blocks(shape: tuple[int, int, tuple[int, ...], int]) -> None:
+    channels, projections, scales, size = shape
+    check_goodness(draw_maps((1, channels, size, size)), projections, scales)
+
+
+@BOTH_DTYPES
+@BOTH_LAYOUTS
 @pytest.mark.parametrize(
-    ("channels", "size", "scales"),
-    [(128, 8, (2, 4)), (256, 6, (1, 2)), (512, 4, (1, 2)), (512, 2, (1, 2)), (128, 7, (2, 4))],
+    ("shape", "scales", "projections"),
+    [
+        ((3, 24, 7, 7), (1, 2), 5),
+        ((3, 24, 7, 7), (1, 2), 0),
+        ((2, 17, 5, 3), (2, 3), 5),
+        ((2, 16, 5, 9), (3,), 0),
+        ((3, 40, 1, 1), (1,), 5),
+        ((3, 33, 9, 6), (1, 2), 19),
+        ((2, 131, 7, 11), (2, 4), 7),
+    ],
 )
-def test_goodness_of_recipe_blocks(channels: int, size: int, scales: tuple[int, ...], last: bool) -> None:
-    check_goodness(draw_maps((1, channels, size, size), last), channels // 8, scales)
-
-
-@pytest.mark.parametrize("projections", [0, 5], ids=["no-weight", "weight"])
-@pytest.mark.parametrize(
-    ("shape", "scales"),
-    [((3, 24, 7, 7), (1, 2)), ((2, 17, 5, 3), (2, 3)), ((2, 16, 5, 9), (3,)), ((3, 40, 1, 1), (1,))],
-)
-def test_goodness_of_odd_maps(shape: tuple[int, ...], scales: tuple[int, ...], projections: int) -> None:
-    check_goodness(draw_maps(shape), projections, scales)
+def test_goodness_of_odd_maps(
+    shape: tuple[int, ...], scales: tuple[int, ...], projections: int, last: bool, dtype: torch.dtype
+) -> None:
+    check_goodness(draw_maps(shape, last, dtype), projections, scales)
 
 
 @given(
@@ -121,8 +146,9 @@ def test_recomputed_projection_gives_the_same_gradients(monkeypatch: pytest.Monk
     check_goodness(draw_maps((2, 40, 8, 8)), 5, (2, 4), relu_mask=True)
 
 
-def test_relu_mask_zeroes_the_gradient_where_f_is_zero() -> None:
-    f = draw_maps((2, 16, 4, 4))
+@BOTH_DTYPES
+def test_relu_mask_zeroes_the_gradient_where_f_is_zero(dtype: torch.dtype) -> None:
+    f = draw_maps((2, 16, 4, 4), dtype=dtype)
     assert (f == 0).any()
     check_goodness(f, 2, (1, 2), relu_mask=True)
 
@@ -181,24 +207,37 @@ def test_operators_keep_their_contracts() -> None:
     torch.library.opcheck(image_conv_weight_op, (torch.randn(2, 16, 5, 4, device=DEVICE), x))
 
 
+@BOTH_DTYPES
 @pytest.mark.parametrize("whole", [1 << 15, 0], ids=["registers", "two-kernels"])
 @pytest.mark.parametrize("drop", [0.0, 0.3])
 @pytest.mark.parametrize(
     ("shape", "pool", "last"),
-    [((3, 24, 7, 5), True, True), ((3, 24, 7, 5), False, False), ((2, 16, 2, 2), True, False)],
+    [
+        ((3, 24, 7, 5), True, True),
+        ((3, 24, 7, 5), False, False),
+        ((2, 16, 2, 2), True, False),
+        ((2, 19, 5, 6), True, True),
+    ],
 )
 def test_tail_equals_the_layers(
-    shape: tuple[int, ...], pool: bool, last: bool, drop: float, whole: int, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...],
+    pool: bool,
+    last: bool,
+    drop: float,
+    whole: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tail, "WHOLE", whole)
     monkeypatch.setattr(tail, "TILE", 64)
-    f = draw_maps(shape, last)
+    f = draw_maps(shape, last, dtype)
     f[0] = 0.0  # an all-zero sample stays zero
     keys = torch.randint(-(1 << 62), 1 << 62, shape[:1], device=DEVICE)
     h = tail.fused_tail(f, pool, drop, keys if drop else None, 5)
     wide = f.double()
     reference = rms_norm(keyed_dropout(rms_pool(wide) if pool else wide, drop, make_keys(keys, 5)))
-    assert distance(h, reference) < 1e-6
+    assert h.dtype == dtype
+    assert distance(h, reference) < (LOOSE if dtype == torch.bfloat16 else 1e-6)
     assert h.is_contiguous(memory_format=LAST if last else torch.contiguous_format)
 
 
@@ -219,30 +258,46 @@ def make_norm(channels: int) -> nn.BatchNorm2d:
     return norm
 
 
+@BOTH_DTYPES
+@BOTH_LAYOUTS
 @pytest.mark.parametrize("pool", [True, False])
-def test_tail_of_a_block_equals_the_layers_behind_batch_norm(pool: bool) -> None:
-    norm, keys = make_norm(24), torch.tensor([3, -9, 1 << 50], device=DEVICE)
-    y = torch.randn(3, 24, 7, 5, device=DEVICE).contiguous(memory_format=LAST)
+def test_tail_of_a_block_equals_the_layers_behind_batch_norm(pool: bool, last: bool, dtype: torch.dtype) -> None:
+    norm, keys = make_norm(27), torch.tensor([3, -9, 1 << 50], device=DEVICE)
+    y = torch.randn(3, 27, 7, 5, device=DEVICE).to(dtype)
+    y = y.contiguous(memory_format=LAST) if last else y
     stats = block.block_statistics(y, norm)
-    f = F.relu(norm(y)).detach().double()
+    f = F.relu(F.batch_norm(y.double(), None, None, norm.weight.double(), norm.bias.double(), True, 0.0, norm.eps))
     reference = rms_norm(keyed_dropout(rms_pool(f) if pool else f, 0.2, make_keys(keys, 4)))
-    assert distance(tail.fused_tail(y, pool, 0.2, keys, 4, stats), reference) < 1e-5
+    found = tail.fused_tail(y, pool, 0.2, keys, 4, stats)
+    assert distance(found, reference) < (LOOSE if dtype == torch.bfloat16 else 1e-5)
 
 
+@BOTH_DTYPES
 @pytest.mark.parametrize(("whole", "drop"), [(1 << 15, 0.0), (0, 0.3)], ids=["registers", "two-kernels-dropout"])
 @pytest.mark.parametrize(
     ("shape", "pool", "last"),
-    [((3, 24, 7, 5), True, True), ((3, 24, 7, 5), False, True), ((4, 70, 2, 2), True, False)],
+    [
+        ((3, 24, 7, 5), True, True),
+        ((3, 19, 7, 5), False, True),
+        ((3, 24, 7, 5), False, False),
+        ((4, 70, 2, 2), True, False),
+    ],
 )
 def test_tail_of_an_inner_block_has_the_gradient_of_the_layers(
-    shape: tuple[int, ...], pool: bool, last: bool, drop: float, whole: int, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...],
+    pool: bool,
+    last: bool,
+    drop: float,
+    whole: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """h, and the gradients of y, gamma and beta, through RMSNorm, dropout, pool, ReLU and the batch statistics."""
     monkeypatch.setattr(tail, "WHOLE", whole)
     monkeypatch.setattr(tail, "TILE", 64)
     monkeypatch.setattr(tail, "BACKWARD_TILE", 1024)
     C = shape[1]
-    y = torch.randn(shape, device=DEVICE) + torch.rand(C, 1, 1, device=DEVICE)
+    y = (torch.randn(shape, device=DEVICE) + torch.rand(C, 1, 1, device=DEVICE)).to(dtype)
     y = y.contiguous(memory_format=LAST) if last else y
     norm, oracle = make_norm(C), nn.BatchNorm2d(C, device=DEVICE)
     oracle.load_state_dict(norm.state_dict())
@@ -252,14 +307,15 @@ def test_tail_of_an_inner_block_has_the_gradient_of_the_layers(
     h = tail.block_tail(leaf, block.block_statistics(leaf, norm), norm, pool, drop, keys, 4)
     f = F.relu(oracle(wide))
     reference = rms_norm(keyed_dropout(rms_pool(f) if pool else f, drop, make_keys(keys, 4)))
-    grad = torch.randn_like(reference)
-    h.backward(grad.float())
-    reference.backward(grad)
-    assert distance(h, reference) < 1e-5
+    grad = torch.randn_like(reference).to(dtype)
+    h.backward(grad)
+    reference.backward(grad.double())
+    limit = LOOSE if dtype == torch.bfloat16 else 1e-5
+    assert distance(h, reference) < limit
     for mine, wanted in ((leaf, wide), (norm.weight, oracle.weight), (norm.bias, oracle.bias)):
         assert mine.grad is not None
         assert wanted.grad is not None
-        assert distance(mine.grad, wanted.grad) < 1e-5
+        assert distance(mine.grad, wanted.grad) < limit
 
 
 def test_tail_of_a_sample_that_is_all_zero_has_no_gradient_of_its_own() -> None:

@@ -1,6 +1,7 @@
 """What ``make kernels`` checks on a GPU: nothing that a recipe trains may be missing."""
 
 import ast
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -42,3 +43,30 @@ def test_every_exit_of_every_recipe_is_checked(checked: list[tuple[object, ...]]
 
 def test_none_is_checked_twice(checked: list[tuple[object, ...]]) -> None:
     assert len({row[2:] for row in checked}) == len(checked)
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan])
+def test_one_tile_lost_in_one_sample_is_noticed(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is too little of the batch for the batch's own limit in bfloat16."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from kernel_checks import distances
+    from kernels import is_within
+
+    wanted = torch.randn(64, 64, 32, 32, dtype=torch.float64)
+    found = wanted.clone()
+    found[5, :16, 3, :16] = value
+    errors = distances("dy", found, wanted)
+    fine = {name: is_within(name, error, torch.bfloat16) for name, error in errors.items()}
+    assert fine == {"dy": value == 0.0, "dy of a sample": False}
+
+
+def test_limits_of_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from kernels import is_within
+
+    assert is_within("dgamma", 5e-3, torch.bfloat16)
+    assert not is_within("g of a sample", 5e-3, torch.bfloat16)
+    assert not is_within("dy", 2e-5, torch.float32)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert is_within("in place", 0.0, dtype)
+        assert not is_within("in place", 1.0, dtype)

@@ -38,8 +38,8 @@ def fuses_block(y: Tensor, weight: Tensor | None, scales: tuple[int, ...]) -> bo
 
 
 def as_rows(y: Tensor) -> Tensor:
-    """The (B * H * W, C) view of a channels_last map; another layout is copied."""
-    return y.permute(0, 2, 3, 1).reshape(-1, y.shape[1])
+    """The (B * H * W, C) view of a channels_last map; another layout is copied, also that of one image."""
+    return y.permute(0, 2, 3, 1).reshape(-1, y.shape[1]).contiguous()
 
 
 @torch.library.custom_op(

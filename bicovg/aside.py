@@ -6,7 +6,8 @@ what streams do for the units of a strict network (``bicovg.lanes``), done for b
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +29,11 @@ class Aside(OneLane):
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.kept: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
+
+    @contextmanager
+    def lane(self, index: int) -> Iterator[None]:
+        self.kept.clear()  # of a step that raised
+        yield
 
     def run(self, make: Callable[[], Tensor], *read: Tensor) -> Tensor:
         """The result of ``make``, which reads these tensors; complete after ``gather``."""

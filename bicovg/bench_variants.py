@@ -137,8 +137,16 @@ def accumulate_gradients(unit: nn.Module, parts: int) -> None:
             losses.append(credit.losses)
             if len(losses) < parts:
                 assign_gradients([credit])
+                gather_aside(unit)
                 del credit
         credit.losses = torch.stack(losses).mean(dim=0)
         return credit
 
     unit.learn = learn_in_parts  # type: ignore[assignment]
+
+
+def gather_aside(unit: nn.Module) -> None:
+    """Wait for weight gradients on another stream, and let go what they read."""
+    for block in unit.modules():
+        if isinstance(block, Block) and block.aside is not None:
+            block.aside.gather()

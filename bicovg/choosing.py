@@ -1,5 +1,8 @@
 """Which engine runs a training: the one asked for, or the next best, with one line saying why."""
 
+import gc
+from collections.abc import Iterator
+
 import torch
 from torch.optim import Optimizer
 
@@ -9,6 +12,7 @@ from bicovg.data.loader import Loader
 from bicovg.distributed import ALONE, Processes, Team
 from bicovg.engine import CompiledEngine, EagerEngine, GraphEngine, PlainEngine
 from bicovg.errors import UserError
+from bicovg.goodness import BiCovG
 from bicovg.networks import LocalNetwork
 from bicovg.reduction import UnitReduction
 from bicovg.signals import wake_autograd
@@ -20,19 +24,36 @@ ENGINES = ("auto", "graph", "compiled", "eager", "plain")
 def fall_back(engine: EagerEngine, error: Exception) -> EagerEngine:
     """The next best engine in the place of one whose ``warm_up`` failed, with one line saying why; or the error again.
 
-    Nothing helps where memory ran out, and what is wrong in an eager step is no matter of engines.
+    Nothing helps where memory ran out, and what is wrong in an eager step is no matter of engines. A capture that fails
+    leaves torch's allocator as if it went on, which costs memory but changes no result.
     """
     kind = {GraphEngine: CompiledEngine, CompiledEngine: EagerEngine}.get(type(engine))
-    if kind is None or isinstance(error, torch.OutOfMemoryError | UserError):
+    causes = list(chain_of(error))  # ending a capture that ran out of memory fails too, and hides the reason
+    if kind is None or any(isinstance(cause, torch.OutOfMemoryError | UserError) for cause in causes):
         raise error
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = (str(causes[-1]).strip() or type(causes[-1]).__name__).splitlines()[0]
     print(f"engine {engine.name} failed ({reason}): running {kind.name}", flush=True)
     for unit in engine.net.units:
         vars(unit).pop("forward", None)  # a compiled one
-        for block in unit.modules():
-            if isinstance(block, Block):
-                block.emitted = block.aside = None
-    return kind(engine.net, engine.optimizers, engine.config, engine.loader)
+        for module in unit.modules():
+            if isinstance(module, Block):
+                module.emitted = module.aside = module.shadow = None
+            elif isinstance(module, BiCovG):
+                module.shadow = None
+    engine.lanes = None  # what its streams were to keep
+    following = kind(engine.net, engine.optimizers, engine.config, engine.loader)
+    if engine.loader.device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+    return following
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """An error, what it came from, and so on."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__ or found.__context__
 
 
 def make_engine(

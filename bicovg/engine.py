@@ -208,9 +208,12 @@ class GraphEngine(EagerEngine):
                 for _ in range(WARMUP_STEPS):
                     self._body()
             torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self.losses = self._body()
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            try:
+                with torch.cuda.graph(graph):
+                    self.losses = self._body()
+            finally:
+                torch.cuda.set_stream(stream)  # which a capture that cannot be ended leaves otherwise
         self.graph = graph
         if self.guard is not None:
             if isinstance(self.guard, FusedUpdates):
@@ -284,6 +287,8 @@ class TrainingState:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                torch.cuda.synchronize()  # other streams may be updating still
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
         self.restore()

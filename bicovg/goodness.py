@@ -67,7 +67,9 @@ def mean_grids(x: Float[Tensor, "b c h w"], scales: tuple[int, ...]) -> list[Flo
     finest = max(scales)
     grid = mean_cells(x, finest)
     even = x.shape[2] % finest == 0 and x.shape[3] % finest == 0
-    return [mean_cells(grid if even and finest % scale == 0 else x, scale).flatten(1) for scale in scales]
+    source = [grid if even and finest % scale == 0 else x for scale in scales]
+    grids = [grid if scale == finest else mean_cells(y, scale) for y, scale in zip(source, scales, strict=True)]
+    return [one.flatten(1) for one in grids]
 
 
 def bicovg(

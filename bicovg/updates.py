@@ -127,12 +127,12 @@ class FusedUpdates(Guard):
         self._unsettled: list[tuple[UnitTable, Tensor]] = []
 
     def __enter__(self) -> "FusedUpdates":
-        for module, weight, takes in self.places:
-            module.shadow = self.shadows[weight].requires_grad_(takes and weight.requires_grad)
         if self.guarded:
             if self.policy == "stop":
                 self._flag[0].copy_(self._flag[-1])
             self.buffers.copy(self.flags, back=False)
+        for module, weight, takes in self.places:  # last: an error here is not followed by ``__exit__``
+            module.shadow = self.shadows[weight].requires_grad_(takes and weight.requires_grad)
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:

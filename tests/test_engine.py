@@ -142,7 +142,37 @@ def failing_compiler() -> Callable[..., Any]:
     return compile_nothing
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), UserError("a wrong setting")])
+def hidden(inner: Exception) -> Exception:
+    """As torch raises it where a capture ran out of memory and then cannot be ended."""
+    try:
+        try:
+            raise inner
+        finally:
+            raise RuntimeError("unjoined work")
+    except RuntimeError as error:
+        return error
+
+
+def test_no_shadow_outlives_an_engine_that_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else the next engine would convolve with it, and the weights would never learn."""
+    monkeypatch.setattr(torch, "compile", failing_compiler())
+    engine = make(CompiledEngine, small_config())
+    blocks = [module for module in engine.net.modules() if isinstance(module, Block)]
+    for block in blocks:
+        block.shadow = block.conv.weight.detach().clone().requires_grad_()
+    after = fall_back(engine, hidden(RuntimeError("no room for a kernel")))
+    assert "(no room for a kernel)" in capsys.readouterr().out
+    before = [block.conv.weight.clone() for block in blocks]
+    run(after, 1)
+    assert not any(torch.equal(block.conv.weight, old) for block, old in zip(blocks, before, strict=True))
+
+
+OUT_OF_MEMORY = torch.OutOfMemoryError("full")
+
+
+@pytest.mark.parametrize("error", [OUT_OF_MEMORY, hidden(OUT_OF_MEMORY), UserError("a wrong setting")])
 def test_no_other_engine_mends_what_is_no_matter_of_engines(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", failing_compiler())
     engine = make(CompiledEngine, small_config())

@@ -65,11 +65,13 @@ def cross_channel_energy(f: Float[Tensor, "b c h w"], weight: Float[Tensor, "n c
 def mean_grids(x: Float[Tensor, "b c h w"], scales: tuple[int, ...]) -> list[Float[Tensor, "b d"]]:
     """``mean_cells`` of every scale, flattened; a coarse grid comes from the finest where that has equal cells."""
     finest = max(scales)
-    grid = mean_cells(x, finest)
+    fine = mean_cells(x, finest)
     even = x.shape[2] % finest == 0 and x.shape[3] % finest == 0
-    source = [grid if even and finest % scale == 0 else x for scale in scales]
-    grids = [grid if scale == finest else mean_cells(y, scale) for y, scale in zip(source, scales, strict=True)]
-    return [one.flatten(1) for one in grids]
+
+    def grid(scale: int) -> Tensor:
+        return fine if scale == finest else mean_cells(fine if even and finest % scale == 0 else x, scale)
+
+    return [grid(scale).flatten(1) for scale in scales]
 
 
 def bicovg(

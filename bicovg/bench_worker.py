@@ -29,7 +29,7 @@ from bicovg.data.loader import Loader, TensorImages
 from bicovg.engine import EagerEngine, GraphEngine, make_plain
 from bicovg.networks import LocalNetwork, count_parameters
 from bicovg.optim import make_optimizers
-from bicovg.preparation import build_on, pick_device
+from bicovg.preparation import build_on, pick_device, set_up_process
 from bicovg.profiling import peak_memory, reset_peak_memory, time_steps, track_saved_bytes
 
 FIRST_STEPS = 2  # library search, compilation and capture happen here
@@ -78,9 +78,8 @@ class Session:
 
     def __init__(self, request: dict[str, Any]) -> None:
         config = from_json(json.dumps(request["config"]), "the configuration")
+        set_up_process(config)
         self.device = pick_device(config.train.device)
-        if config.train.threads:
-            torch.set_num_threads(config.train.threads)
         if request["fraction"] is not None:
             torch.cuda.set_per_process_memory_fraction(request["fraction"])
         self.net = build_on(config, self.device)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from bicovg.config import Config, nearest, override, parse_value, walk_settings
 from bicovg.errors import StorageError, UserError, storage_sentence
+from bicovg.gpu_memory import spare_memory
 from bicovg.recipes import RECIPES, get_recipe
 
 DESCRIPTION = "Train convolutional networks without backpropagation through the net (BiCovG, Forward-Forward)."
@@ -215,6 +216,7 @@ def dispatch_train(args: argparse.Namespace) -> int:
 
 def load_handler(command: str) -> Callable[..., int]:
     """The function behind a command; what it imports (torch, mostly) is imported here and not before."""
+    spare_memory()
     module, _, name = HANDLERS[command].partition(":")
     handler: Callable[..., int] = getattr(importlib.import_module(module), name)
     return handler

@@ -180,6 +180,7 @@ class GraphEngine(EagerEngine):
         if compiled_units:
             compile_units(net)
         self.indices = torch.arange(loader.batch_size // loader.world, device=loader.device)
+        self.images = self._make_images()
         self.epoch, self.step = (torch.zeros((), dtype=torch.int64, device=loader.device) for _ in range(2))
         self.prepare = self._prepare if compiled is False else torch.compile(self._prepare, dynamic=False)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -189,15 +190,25 @@ class GraphEngine(EagerEngine):
         """The guard that also clips and steps; ``guarded`` as there."""
         return FusedUpdates(self.net, self.optimizers, self.config.train.nonfinite, shadows, guarded)
 
-    def _prepare(self, indices: Tensor, epoch: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The first unit's input in the type and layout it computes in, labels, and dropout keys."""
+    def _make_images(self) -> Tensor:
+        """Where the first unit's input is put, in the type and layout it computes in.
+
+        A place of its own: left where the preparation happens to make it, it would split memory that activations need.
+        """
+        data = self.config.data
+        images = torch.empty((1, data.image_channels, data.image_size, data.image_size), device="meta")
+        shape = (len(self.indices), *self.net.prepare(images).shape[1:])
+        kind = PRECISIONS[self.config.train.precision] or torch.float32
+        return torch.empty(shape, dtype=kind, device=self.loader.device, memory_format=torch.channels_last)
+
+    def _prepare(self, indices: Tensor, epoch: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+        """Fill ``images``; labels and dropout keys."""
         batch = self.loader.assemble(indices, epoch)
-        x = self.net.prepare(batch.images)
-        x = x.to(PRECISIONS[self.config.train.precision] or x.dtype).contiguous(memory_format=torch.channels_last)
-        return x, batch.labels, make_keys(self.config.seed, DROPOUT, step, batch.indices)
+        self.images.copy_(self.net.prepare(batch.images))
+        return batch.labels, make_keys(self.config.seed, DROPOUT, step, batch.indices)
 
     def _body(self) -> Tensor:
-        return self.train_prepared(*self.prepare(self.indices, self.epoch, self.step))
+        return self.train_prepared(self.images, *self.prepare(self.indices, self.epoch, self.step))
 
     def capture(self) -> None:
         """Warm up (compile, library search, optimizer state), undo what the warm-up learned, then record."""
@@ -208,6 +219,7 @@ class GraphEngine(EagerEngine):
                 for _ in range(WARMUP_STEPS):
                     self._body()
             torch.cuda.current_stream().wait_stream(side)
+            torch._C._cuda_clearCublasWorkspaces()  # those of the warm-up; the graph gets its own, in its own memory
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
             try:
                 with torch.cuda.graph(graph):

@@ -1,7 +1,5 @@
 """From a config to a checked network on a device, before anything is opened or written."""
 
-import os
-
 import torch
 
 from bicovg.blocks import Block
@@ -11,6 +9,7 @@ from bicovg.data.crops import MAX_PLACES
 from bicovg.data.splits import Splits
 from bicovg.distributed import Team
 from bicovg.errors import UserError
+from bicovg.gpu_memory import spare_memory
 from bicovg.limits import check_settings
 from bicovg.methods import build_network
 from bicovg.networks import LocalNetwork, dry_run
@@ -118,6 +117,6 @@ def set_up_process(config: Config) -> None:
     """Threads and determinism: settings of the whole process."""
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
+    spare_memory(config.train.deterministic)
     if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

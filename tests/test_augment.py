@@ -218,7 +218,7 @@ class CountKernels(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "bound"), [("cifar100-bicovg", 105), ("tiny-imagenet-bicovg", 101), ("imagenet100-bicovg", 181)]
+    ("recipe", "bound"), [("cifar100-bicovg", 105), ("tiny-imagenet-bicovg", 101), ("imagenet100-bicovg", 216)]
 )
 def test_a_batch_takes_a_bounded_number_of_kernels(recipe: str, bound: int) -> None:
     """Uncompiled, from indices to network input; 44 of them are the three hashes of epoch, index and column."""

@@ -71,49 +71,79 @@ def draw_boxes(
     return torch.cat([start, extent], dim=1).long()
 
 
-def resample_weights(
-    start: Whole, extent: Whole, resized: Whole, wanted: Int[Tensor, "b s"], length: int
-) -> Float[Tensor, "b s n"]:
-    """Rows of the antialiased bilinear (triangle) filter, one axis.
+def resample_taps(
+    start: Whole, extent: Whole, resized: Whole, wanted: Int[Tensor, "b s"], length: int, count: int
+) -> tuple[Int[Tensor, "b s t"], Float[Tensor, "b s t"]]:
+    """The antialiased bilinear (triangle) filter on one axis: the ``count`` pixels of each output, and their shares.
 
     Pixels [start, start + extent) of ``length`` become ``resized``, of which those at ``wanted`` are made.
     Pixels outside weigh 0, as if the image had been cropped first.
     """
     scale = (extent / resized).float()[:, None]
-    centre = start[:, None] + (wanted + 0.5) * scale  # (B, S)
-    pixel = torch.arange(length, device=start.device)
-    weight = 1 - (pixel + 0.5 - centre[:, :, None]).abs() / scale.clamp(min=1.0)[:, :, None]
-    inside = (pixel >= start[:, None]) & (pixel < (start + extent)[:, None])
-    weight = weight.clamp(min=0.0) * inside[:, None]
-    return weight / weight.sum(dim=2, keepdim=True)
+    centre, reach = start[:, None] + (wanted + 0.5) * scale, scale.clamp(min=1.0)  # (B, S)
+    first = (centre - reach + 0.5).floor().int()  # the next pixel before it is out of reach
+    pixel = first[:, :, None] + torch.arange(count, dtype=torch.int32, device=start.device)
+    weight = 1 - (pixel + 0.5 - centre[:, :, None]).abs() / reach[:, :, None]
+    inside = (pixel >= start[:, None, None]) & (pixel < (start + extent)[:, None, None])
+    weight = weight.clamp(min=0.0) * inside
+    return pixel.clamp(0, length - 1), weight / weight.sum(dim=2, keepdim=True)
+
+
+def count_taps(scale: float) -> int:
+    """Pixels within reach of an output where ``scale`` of them, at most, become one."""
+    return int(2 * max(scale, 1.0)) + 1
 
 
 def resample(
-    images: Bytes, start: Pairs, extent: Pairs, resized: Pairs, offset: Pairs, size: int, flip: Mask | None
+    images: Bytes,
+    start: Pairs,
+    extent: Pairs,
+    resized: Pairs,
+    offset: Pairs,
+    size: int,
+    flip: Mask | None,
+    scale: float,
 ) -> Square:
-    """One filter per axis and sample: two batched matrix products, never below float32; values in [0, 1]."""
+    """Rows, then columns: each output is a weighted sum of the few pixels near it, in float32; values in [0, 1].
+
+    ``scale``: at most this many pixels of either axis become one.
+    """
     B, H, W, C = images.shape
-    rows, columns = (
-        resample_weights(start[:, axis], extent[:, axis], resized[:, axis], offset[:, axis, None] + wanted, length)
+    taps = count_taps(scale)
+    (row, row_weight), (column, column_weight) = (
+        resample_taps(start[:, axis], extent[:, axis], resized[:, axis], offset[:, axis, None] + wanted, length, taps)
         for axis, length, wanted in (
             (0, H, line(size, None, images.device)),
             (1, W, line(size, flip, images.device)),
         )
     )
-    with torch.autocast(images.device.type, enabled=False):
-        narrow = to_planes(images).view(B, C * H, W) @ columns.mT
-        x = rows[:, None] @ narrow.view(B, C, H, size)
-    return x.clamp_(0.0, 1.0)
+    sample = torch.arange(B, dtype=torch.int32, device=images.device)[:, None, None]
+    low = add_taps(images.reshape(B * H, W * C), row + H * sample, row_weight)  # (B, S, W C)
+    turned = low.view(B, size, W, C).transpose(1, 2).reshape(B * W, size * C)
+    x = add_taps(turned, column + W * sample, column_weight)  # (B, S, S C), columns first
+    return x.view(B, size, size, C).permute(0, 3, 2, 1).contiguous().div_(255).clamp_(0.0, 1.0)
+
+
+def add_taps(lines: Tensor, places: Int[Tensor, "b s t"], weights: Float[Tensor, "b s t"]) -> Float[Tensor, "b s n"]:
+    """Weighted sums of the lines at ``places``."""
+    B, S, taps = places.shape
+    total = torch.zeros((B, S, lines.shape[1]), device=lines.device)
+    for tap in range(taps):
+        near = lines.index_select(0, places[:, :, tap].flatten()).view_as(total)
+        total.addcmul_(near.float(), weights[:, :, tap, None])
+    return total
 
 
 def crop_resized(images: Bytes, boxes: Int[Tensor, "b 4"], size: int, flip: Mask | None = None) -> Square:
     """Cut out (top, left, height, width), resize it to size x size with antialiasing, mirror."""
     resized = torch.full_like(boxes[:, 2:], size)
-    return resample(images, boxes[:, :2], boxes[:, 2:], resized, torch.zeros_like(resized), size, flip)
+    scale = max(images.shape[1:3]) / size
+    return resample(images, boxes[:, :2], boxes[:, 2:], resized, torch.zeros_like(resized), size, flip, scale)
 
 
 def resize_centre(images: Bytes, short_side: int, size: int, sizes: Pairs, flip: Mask | None = None) -> Square:
     """The usual test transform: short side to ``short_side``, antialiased, then the centre size x size."""
     resized = short_side * sizes // sizes.amin(dim=1, keepdim=True)
     offset = ((resized - size).double() / 2).round().long()
-    return resample(images, torch.zeros_like(sizes), sizes, resized, offset, size, flip)
+    scale = max(images.shape[1:3]) / short_side  # of the shorter side, or a little above it where the other is rounded
+    return resample(images, torch.zeros_like(sizes), sizes, resized, offset, size, flip, scale)

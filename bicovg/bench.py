@@ -10,7 +10,9 @@ import math
 import random
 import statistics
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from itertools import takewhile
 from typing import Any
 
 from bicovg.bench_cases import BARE, BASELINE, CONSTANT, FAL, STRICT, Case, make_cases, pick_cases
@@ -25,7 +27,7 @@ ENGINE_CHOICES = ("auto", "fastest", "graph", "graph-plain", "graph-inductor", "
 STEADY_STEPS = {"cuda": 18, "cpu": 1}  # the steady peak is taken over steps 3 to 20 of a GPU
 TURNS = (STRICT, BASELINE, FAL, CONSTANT, BARE)
 SLACK = 1.02  # over what a row held, as another process may search out other algorithms
-TRIALS = 7  # in the search of the smallest memory: all that was held, then halvings of the range below
+ROUNDS, AT_ONCE = 2, 8  # of the search of the smallest memory, and its processes
 Row = dict[str, Any]
 
 
@@ -152,25 +154,32 @@ class Bench:
             return self.row(case, engine, {**built, **timed})
 
     def smallest_memory(self, case: Case, row: Row) -> int | None:
-        """Bytes of the smallest share of the device's memory in which a fresh process still trains, by bisection.
+        """Bytes of the smallest share of the device's memory in which a fresh process still trains.
 
-        None where the time did not suffice, or where not even all that the row held was enough.
+        Eight shares are tried at once, then eight between the smallest that was enough and the next below it. None
+        where the time did not suffice, or where not even all that the row held was enough.
         """
         memory, total = row["memory"], self.machine["gpu_bytes"]
         low, held, found = memory["steady_bytes"] / 2, max(memory["first_steps_bytes"], memory["reserved_bytes"]), None
         high = min(total, held * SLACK)
-        for trial in range(TRIALS):
-            tried = high if trial == 0 else (low + high) / 2
-            with self.take_worker() as worker:
-                self.start_ahead(1)
-                built = self.build(worker, case, row["engine_asked"], tried / total)
-            if built.get("error") == OUT_OF_TIME or (trial == 0 and "error" in built):
+        for _ in range(ROUNDS):
+            sizes = [high - (high - low) * step / AT_ONCE for step in range(AT_ONCE)]
+            built = self.build_at_once(case, row["engine_asked"], [size / total for size in sizes])
+            if any(answer.get("error") == OUT_OF_TIME for answer in built):
                 return None
-            if "error" in built:
-                low = tried
-            else:
-                high = found = tried
+            enough = list(takewhile(lambda pair: "error" not in pair[1], zip(sizes, built, strict=True)))
+            if not enough:
+                break
+            high = found = enough[-1][0]
+            low = high - (sizes[0] - sizes[1])
         return None if found is None else round(found)
+
+    def build_at_once(self, case: Case, engine: str, fractions: list[float]) -> list[Answer]:
+        """One process for each share of the device's memory, all at the same time: nothing is timed here."""
+        self.start_ahead(len(fractions))
+        with ExitStack() as stack, ThreadPoolExecutor(len(fractions)) as pool:
+            workers = [stack.enter_context(self.take_worker()) for _ in fractions]
+            return list(pool.map(lambda worker, share: self.build(worker, case, engine, share), workers, fractions))
 
     def row(self, case: Case, engine: str, answer: Answer) -> Row:
         """A row of the table from what the worker said, whatever it said."""

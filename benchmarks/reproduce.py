@@ -1,0 +1,212 @@
+"""Train what a record claims, and make the record: every run of the reproduction by its name.
+
+    python benchmarks/reproduce.py --list
+    python benchmarks/reproduce.py tiny-imagenet-end-to-end:1,2 cifar100-short-cc --data-root DATA
+
+One run after the other, each in a process of its own. While one trains, the next imports, compiles and captures, and
+the one before fits its fusions; so a GPU trains all the time. Records go to ``--records``, beside the seeds that are there.
+What stands behind ``--`` is added to every command: to try, on a CPU, in half a minute,
+
+    python benchmarks/reproduce.py digits:0,1 --records /tmp/records -- --train.epochs 1
+"""
+
+import argparse
+import os
+import sys
+import time
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bicovg.recipes import get_recipe
+
+Words = tuple[str, ...]
+NO_CHECKPOINTS: Words = ("--train.save_every", "0", "--train.save_seconds", "0")
+HOLDOUT: Words = ("--data.holdout", "0.02")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a record's runs are: a recipe, flags, and the seeds that are wanted."""
+
+    recipe: str
+    flags: Words = ()
+    seeds: tuple[int, ...] = (0,)
+
+    def afterwards(self, run: str) -> list[list[str]]:
+        """What is done with a finished run before it is recorded: nothing where the recipe has a single exit."""
+        model = get_recipe(self.recipe).model
+        if (model.scope == "end-to-end" and model.exits == "last") or self.recipe.startswith("digits"):
+            return []
+        held = [["fuse", run, "--on", "heldout", "--temperatures"]] if HOLDOUT[0] in self.flags else []
+        return [["fuse", run, "--on", "augmented"], *held, ["eval", run, "--early-exit"]]
+
+
+def full(row: str, *flags: str, seeds: tuple[int, ...] = (0,)) -> Plan:
+    """A row of the tables at full length."""
+    on_cifar = row.startswith("cifar100")
+    pace = ("--train.precision", "bfloat16", "--train.eval_every", "4") if on_cifar else ("--train.eval_every", "3")
+    return Plan(row, (*pace, *NO_CHECKPOINTS, *flags), seeds)
+
+
+def short(row: str, *flags: str) -> Plan:
+    """The same in a quarter, or a third, of the epochs, with a cosine of its own."""
+    return full(row, "--train.epochs", "100" if row.startswith("cifar100") else "30", *flags)
+
+
+def shorts(data: str) -> dict[str, Plan]:
+    """Ablation, reductions and rivals, and the readings of what the paper leaves open."""
+    rows = ("per-channel", "cc", "ms", "bicovg", "bicovg-fal", "r4", "r16", "hgb2", "grouped", "bp", "bp-deep")
+    plans = {row: short(f"{data}-{row}") for row in rows}
+    plans["no-norm"] = short(f"{data}-bicovg", "--model.batch_norm", "false")
+    plans["float32"] = short(f"{data}-bicovg", "--train.precision", "float32")
+    if data != "cifar100":  # whose recipe has no clip
+        plans["clip-global"] = short(f"{data}-bicovg", "--train.clip_scope", "global", "--train.schedule", "summed")
+    return {f"{data}-short-{name}": plan for name, plan in plans.items()}
+
+
+THREE = (0, 1, 2)
+PLANS: dict[str, Plan] = {
+    "digits": Plan("digits", seeds=(0, 1, 2, 3, 4)),
+    "digits-per-channel": Plan("digits-per-channel", seeds=(0, 1, 2, 3, 4)),
+    "tiny-imagenet-strict": full("tiny-imagenet-bicovg", seeds=THREE),
+    "tiny-imagenet-end-to-end": full("tiny-imagenet-bp", seeds=THREE),
+    "tiny-imagenet-hgb4": full("tiny-imagenet-hgb4"),
+    "tiny-imagenet-strict-fal": full("tiny-imagenet-bicovg-fal"),
+    "tiny-imagenet-strict-holdout": full("tiny-imagenet-bicovg", *HOLDOUT),
+    "cifar100-strict-fal": full("cifar100-bicovg-fal", seeds=THREE),
+    "cifar100-end-to-end": full("cifar100-bp", seeds=THREE),
+    "cifar100-strict": full("cifar100-bicovg"),
+    "cifar100-hgb4": full("cifar100-hgb4"),
+    "cifar100-grouped": full("cifar100-grouped"),
+    "cifar100-strict-holdout": full("cifar100-bicovg", *HOLDOUT),
+    **shorts("cifar100"),
+    **shorts("tiny-imagenet"),
+}
+
+
+@dataclass
+class Job:
+    """One run: a plan under one seed."""
+
+    name: str
+    seed: int
+    args: argparse.Namespace
+
+    @property
+    def run(self) -> str:
+        return str(Path(self.args.runs) / self.name / f"s{self.seed}")
+
+    def train_words(self) -> list[str]:
+        plan, root = PLANS[self.name], self.args.data_root
+        place = ["--data.root", root] if root else []
+        seed = ["--seed", str(self.seed)] if self.seed else []
+        return ["train", plan.recipe, *plan.flags, *self.args.more, *seed, *place, "--out", self.run]
+
+    def later_words(self) -> list[list[str]]:
+        record = Path(self.args.records) / self.name
+        place = ["--data-root", self.args.data_root] if self.args.data_root else []
+        add = ["--add"] if record.exists() else []
+        later = [[*words, *place] for words in PLANS[self.name].afterwards(self.run)]
+        return [*later, ["record", self.run, "--out", str(record), *add]]
+
+
+def work(job: Job, log: str, talk: Connection) -> None:
+    """In a process of its own: says "ready" when all is compiled, waits for a word, says "trained"."""
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    from bicovg.cli import main
+    from bicovg.trainer import Trainer
+
+    def run_command(words: list[str]) -> int:
+        sys.argv = ["bicovg", *words]  # what env.json calls the command
+        return main(words)
+
+    warm_up, summarise = Trainer._warm_up, Trainer.summarise
+
+    def wait_for_turn(trainer: Trainer) -> None:
+        warm_up(trainer)
+        begun = time.monotonic()
+        talk.send("ready")
+        talk.recv()
+        trainer._begun += time.monotonic() - begun  # the run's own time, without the waiting
+
+    def give_turn(trainer: Trainer) -> dict[str, Any]:
+        talk.send("trained")
+        return summarise(trainer)
+
+    Trainer._warm_up, Trainer.summarise = wait_for_turn, give_turn  # type: ignore[method-assign]
+    code = run_command(job.train_words())
+    for words in job.later_words():  # seeds before this one may have made the record meanwhile
+        code = code or run_command(words)
+    sys.exit(code)
+
+
+def parse_job(text: str, args: argparse.Namespace) -> list[Job]:
+    name, _, seeds = text.partition(":")
+    if name not in PLANS:
+        raise SystemExit(f"{name!r} is not planned: --list names all that are")
+    chosen = [int(seed) for seed in seeds.split(",")] if seeds else PLANS[name].seeds
+    return [Job(name, seed, args) for seed in chosen]
+
+
+def heard(talk: Connection) -> bool:
+    """Whether the process said something, and did not end."""
+    try:
+        talk.recv()
+        return True
+    except EOFError:
+        return False
+
+
+def run_all(jobs: list[Job]) -> int:
+    """Every job in turn; the number of those that failed."""
+    context, begun = get_context("spawn"), time.monotonic()
+    processes, previous = [], None
+    for job in jobs:
+        Path(job.run).parent.mkdir(parents=True, exist_ok=True)
+        here, there = context.Pipe()
+        process = context.Process(target=work, args=(job, f"{job.run}.log", there))
+        process.start()
+        there.close()
+        processes.append((job, process))
+        ready = heard(here)
+        if previous is not None:
+            heard(previous)
+        if ready:
+            here.send("go")
+        print(f"{time.monotonic() - begun:6.0f} s  {'training' if ready else 'FAILED:'} {job.run}", flush=True)
+        previous = here
+    failed = 0
+    for job, process in processes:
+        process.join()
+        failed += process.exitcode != 0
+        words = "done" if process.exitcode == 0 else f"FAILED ({process.exitcode}), see {job.run}.log:"
+        print(f"{time.monotonic() - begun:6.0f} s  {words} {job.run}", flush=True)
+    return failed
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    cut = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME[:SEED,...]")
+    parser.add_argument("--list", action="store_true", help="what there is, with the command of each")
+    parser.add_argument("--data-root", help="folder of packed data sets")
+    parser.add_argument("--runs", default="runs/reproduced", help="where runs are put")
+    parser.add_argument("--records", default="records", help="where records are put")
+    args = parser.parse_args(words[:cut], argparse.Namespace(more=words[cut + 1 :]))
+    if args.list:
+        for name, plan in PLANS.items():
+            command = " ".join(["bicovg train", plan.recipe, *plan.flags])
+            print(f"{name:36} seeds {','.join(map(str, plan.seeds)):9} {command}")
+        return 0
+    return run_all([job for name in args.names for job in parse_job(name, args)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,7 +4,8 @@
     python benchmarks/reproduce.py tiny-imagenet-end-to-end:1,2 cifar100-short-cc --data-root DATA
 
 One run after the other, each in a process of its own. While one trains, the next imports, compiles and captures, and
-the one before fits its fusions; so a GPU trains all the time. Records go to ``--records``, beside the seeds that are there.
+the one before fits its fusions; so a GPU trains all the time. Records go to ``--records``, beside the seeds
+that are there.
 What stands behind ``--`` is added to every command: to try, on a CPU, in half a minute,
 
     python benchmarks/reproduce.py digits:0,1 --records /tmp/records -- --train.epochs 1

@@ -38,9 +38,10 @@ class Plan:
     seeds: tuple[int, ...] = (0,)
 
     def afterwards(self, run: str) -> list[list[str]]:
-        """What is done with a finished run before it is recorded: nothing where the recipe has a single exit."""
+        """What is done with a full run of several exits before it is recorded."""
         model = get_recipe(self.recipe).model
-        if (model.scope == "end-to-end" and model.exits == "last") or self.recipe.startswith("digits"):
+        single = model.scope == "end-to-end" and model.exits == "last"
+        if single or "--train.epochs" in self.flags or self.recipe.startswith("digits"):
             return []
         held = [["fuse", run, "--on", "heldout", "--temperatures"]] if HOLDOUT[0] in self.flags else []
         return [["fuse", run, "--on", "augmented"], *held, ["eval", run, "--early-exit"]]

@@ -9,12 +9,13 @@ import pytest
 
 from bicovg.diagnostics import mean_gain
 from bicovg.records import Record, load_records, seed_values
+from bicovg.report.paper import ABLATION
 from bicovg.report.record_charts import exit_means
 
 ROOT = Path(__file__).parent.parent
 STRICT, WHOLE, HGB = "tiny-imagenet-strict", "tiny-imagenet-end-to-end", "tiny-imagenet-hgb4"
 PLAIN, FAL, HELD = "cifar100-strict", "cifar100-strict-fal", "cifar100-strict-holdout"
-BEFORE, AFTER, SCALES = (f"cifar100-short-{name}" for name in ("per-channel", "bicovg", "ms"))
+BEFORE, AFTER, SCALES, MIXED = (f"cifar100-short-{name}" for name in ("per-channel", "bicovg", "ms", "cc"))
 FUSED = ("fusion", "train", "top1")
 
 
@@ -47,30 +48,31 @@ def test_the_table_of_what_was_wanted(records: dict[str, Record], text: str) -> 
     strict, hgb, fal = (records[name] for name in (STRICT, HGB, FAL))
     for said in (
         f"| 56 | {mean(strict, *FUSED):.2f}, three seeds: met |",
-        f"| 58.5 | {mean(strict, 'mean', 'top1'):.2f}: met;",
+        f"| 58.5 | {mean(strict, 'mean', 'top1'):.2f}: met; end to end on the same backbone has "
+        f"{mean(records[WHOLE], 'last', 'top1'):.2f}, three seeds |",
         f"| 57 | {mean(hgb, *FUSED):.2f}, one seed: met |",
         f"| 72.0 | {mean(fal, *FUSED):.2f}, one seed of three |",
         f"| 74 | {mean(fal, 'mean', 'top1'):.2f}, one seed of three;",
     ):
         assert said in text
-    assert [len(record["seeds"]) for record in (strict, hgb, fal, records[WHOLE])] == [3, 1, 1, 1]
+    assert [len(record["seeds"]) for record in (strict, hgb, fal, records[WHOLE])] == [3, 1, 1, 3]
 
 
 def test_what_is_said_of_end_to_end(records: dict[str, Record], text: str) -> None:
     strict, hgb, whole = (records[name] for name in (STRICT, HGB, WHOLE))
-    (alone,) = seed_values(whole, "last", "top1")
-    lead = sorted(value - alone for value in seed_values(strict, "mean", "top1"))
-    one, two, three = seed_values(strict, *FUSED)
+    alone, last = mean(whole, "last", "top1"), mean(strict, "last", "top1")
+    pairs = zip(seed_values(strict, "mean", "top1"), seed_values(whole, "last", "top1"), strict=True)
+    lead = sorted(mine - other for mine, other in pairs)
     rules = [mean(hgb, *keys) - alone for keys in (("last", "top1"), FUSED, ("mean", "top1"))]
     for said in (
-        f"has {alone:.2f} (the paper prints 54.17",
-        f"by {lead[0]:.1f} to {lead[-1]:.1f} points, come as far with fusion",
-        f"({one:.2f}, {two:.2f} and {three:.2f})",
+        f"has {alone:.2f} over three seeds (the paper prints 54.17",
+        f"seed by seed by {lead[0]:.1f} to {lead[-1]:.1f} points, comes as far with fusion",
+        f"on train ({mean(strict, *FUSED):.2f}), and stays {alone - last:.1f} points below it",
         f"by {rules[0]:.1f} points with the last exit, {rules[1]:.1f} with fusion, {rules[2]:.1f} with the mean",
         f"training loss {last_losses(WHOLE)[0]:.3f} at the end",
     ):
         assert said in text
-    assert alone - mean(strict, "last", "top1") == pytest.approx(3, abs=0.5)
+    assert abs(mean(strict, *FUSED) - alone) < 0.3
     assert sum(0.32 < loss < 0.63 for loss in last_losses(STRICT)) > 8
     assert all(0.015 < loss < 0.035 for loss in last_losses(HGB)[-3:])
 
@@ -79,6 +81,8 @@ def test_what_is_said_of_goodness_and_fal(records: dict[str, Record], text: str)
     before, after, scales, plain, fal = (records[name] for name in (BEFORE, AFTER, SCALES, PLAIN, FAL))
     shallow, deep = mean_gain(exit_means(before), exit_means(after))
     old, new, bare = exits(before), exits(after), exits(scales)
+    points = {name: float(ABLATION["tiny-imagenet"][name][1]) for name in ("per-channel", "cc", "ms")}
+    paper = {name: value - points["per-channel"] for name, value in points.items()}
     behind = [max(exits(one)) - exits(one)[-1] for one in (fal, plain)]
     for said in (
         f"the shallow half gains {shallow:.1f} and the deep half {deep:.1f}",
@@ -87,7 +91,9 @@ def test_what_is_said_of_goodness_and_fal(records: dict[str, Record], text: str)
         f"{new[0]:.1f} instead of {old[0]:.1f} % at the first, {new[1]:.1f} instead of {old[1]:.1f} at the second, "
         f"{new[-1]:.1f} instead of {old[-1]:.1f} at the last",
         f"(the last block at {bare[-1]:.1f}, the mean {mean(after, 'mean', 'top1') - mean(scales, 'mean', 'top1'):.1f} "
-        "below)",
+        "below), and projections at one scale",
+        f"(fused {mean(records[MIXED], *FUSED):.1f} instead of {mean(before, *FUSED):.1f}; the paper gains "
+        f"{paper['cc']:.1f} by them on Tiny-ImageNet, and {paper['ms']:.1f} by the scales)",
         f"the fusion rise by {mean(fal, *FUSED) - mean(plain, *FUSED):.1f}, which is noise",
         f"The last block rises by {exits(fal)[-1] - exits(plain)[-1]:.1f} and is then {behind[0]:.1f} below "
         f"the best one instead of {behind[1]:.1f}",

@@ -219,7 +219,7 @@ def test_a_network_with_one_exit_is_a_dot_at_its_block(tmp_path: Path) -> None:
 
 
 def test_the_early_exit_table_is_that_of_the_curve_beside_the_record(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", "cifar100-bicovg", epochs=5)
+    run = make_run(tmp_path / "run", "cifar100-bicovg", epochs=400)
     points: list[dict[str, Any]] = [{"speedup": 1.5, "compute": 0.625, "top1": 70.25, "points_lost": 0.75}]
     rule = {"temperatures": [1.0] * 8, "points": points, "full": {"top1": 71.0}, "curve": []}
     found = {"calibrated_on": "held-out", "measured_on": "test", "exit_blocks": list(range(8)), "rules": {"mean": rule}}
@@ -227,6 +227,11 @@ def test_the_early_exit_table_is_that_of_the_curve_beside_the_record(tmp_path: P
     make_record(tmp_path / "records" / "mine", run)
     table = TABLES["early-exit"](read_records(tmp_path))
     assert "| mine | mean of blocks so far | 71.00 | 1.60x | - | 70.25 | 0.75 | held-out |" in table
+    assert len(record_charts("early-exit", read_records(tmp_path))) == 1
+    records = read_records(tmp_path)
+    records["mine"]["epochs"] = 100  # a short run's is no claim
+    assert "not run" in TABLES["early-exit"](records)
+    assert record_charts("early-exit", records) == []
     points[0]["exits"] = [0.5, 0, 0, 0.25, 0, 0, 0, 0.25]
     (run / "early_exit.json").write_text(json.dumps(found))
     write_record([run], tmp_path / "records" / "mine", replace=True)

@@ -66,6 +66,11 @@ def is_candidate(record: Record) -> bool:
     return bool(record["changes"]) and record["holdout"] > 0
 
 
+def is_full(record: Record) -> bool:
+    """Whether a record's runs are as long as its recipe says."""
+    return bool(record["epochs"] == record["recipe_epochs"])
+
+
 def gain(end: str, title: str, records: list[Record]) -> Chart | None:
     """BiCovG over per-channel goodness, where both are there and differ in nothing else."""
     unchanged = [record for record in records if not record["changes"]]
@@ -107,11 +112,11 @@ def fusion(end: str, title: str, records: list[Record]) -> Chart | None:
 
 
 def early_exit(end: str, title: str, records: list[Record]) -> Chart | None:
-    """Accuracy of the mean of the blocks so far against multiply-adds, as the threshold moves; first seed."""
+    """Accuracy of the mean of the blocks so far against multiply-adds, by threshold; full runs, first seed."""
     curves: list[tuple[str, list[dict[str, Any]]]] = []
     for record in records:
         found = record["runs"][0].get("early_exit")
-        if found and "mean" in found["rules"]:
+        if found and "mean" in found["rules"] and is_full(record):
             name = str(record["name"]).removeprefix(f"{record['data']}-")
             curves.append((name, found["rules"]["mean"]["curve"]))
     return compute_curves(f"early-exit-{end}", f"Early exit: {title}", curves, wide=True) if curves else None

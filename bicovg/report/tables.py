@@ -12,7 +12,7 @@ from bicovg.records import Record, as_word, changed_settings, load_records, seed
 from bicovg.report.bench_tables import NOT_RUN, agreement_table, efficiency_table, markdown, speed_table
 from bicovg.report.paper import ABLATION, BESIDE, DIAGNOSTICS, MAIN
 from bicovg.report.pictures import PREDICTS_FROM
-from bicovg.report.record_charts import comparable, exit_means, is_candidate
+from bicovg.report.record_charts import comparable, exit_means, is_candidate, is_full
 from bicovg.runlog import read_early_exit
 
 FITTED_ON = {
@@ -120,7 +120,7 @@ def headline_table(records: Records) -> str:
     rows = []
     for recipe, paper in printed.items():
         for record in of_recipe(records, recipe):
-            whole = record["epochs"] == record["recipe_epochs"] and record["precision"] == "bfloat16"
+            whole = is_full(record) and record["precision"] == "bfloat16"
             if whole and not record["holdout"]:
                 values = [top1(record, *keys) for keys in (("last",), ("mean",), ("fusion", "train"))]
                 rows.append([record["data"], recipe, str(len(record["seeds"])), *values, paper])
@@ -222,13 +222,13 @@ def diagnostic_cells(a: Record, b: Record) -> list[str]:
 
 
 def early_exit_table(records: Records) -> str:
-    """Accuracy at less compute, from records that measured it."""
+    """Accuracy at less compute, from records of full runs that measured it."""
     header = ["record", "predicts from", "whole network", "less compute", "blocks computed, mean", "top-1"]
     header += ["points lost", "calibrated on"]
     rows = []
     for record in records.values():
         measured = [entry["early_exit"] for entry in record["runs"] if entry.get("early_exit")]
-        for rule in measured[0]["rules"] if measured and not is_candidate(record) else ():
+        for rule in measured[0]["rules"] if measured and is_full(record) and not is_candidate(record) else ():
             curves = [found["rules"][rule] for found in measured if rule in found["rules"]]
             full = cell([curve["full"]["top1"] for curve in curves])
             for points in zip(*(curve["points"] for curve in curves), strict=False):
@@ -253,7 +253,7 @@ def times_table(records: Records) -> str:
     header = ["record", "epochs", "seeds", "wall time, s", "images/s, median of epochs", "peak GB", "measured on"]
     rows = []
     for record in records.values():
-        if record["epochs"] == record["recipe_epochs"] and record["data"] != "digits":
+        if is_full(record) and record["data"] != "digits":
             seconds, speeds, peaks = (
                 seed_values(record, key) for key in ("wall_seconds", "images_per_second", "peak_memory_bytes")
             )

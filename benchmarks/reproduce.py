@@ -60,16 +60,24 @@ def short(row: str, *flags: str) -> Plan:
 
 
 def shorts(data: str) -> dict[str, Plan]:
-    """Ablation, reductions and rivals, and the readings of what the paper leaves open."""
-    rows = ("per-channel", "cc", "ms", "bicovg", "bicovg-fal", "r4", "r16", "hgb2", "grouped", "bp", "bp-deep")
+    """Ablation, reductions and rivals, and the readings of what the paper leaves open, each on one data set."""
+    rows = ("per-channel", "cc", "ms", "bicovg", "bicovg-fal", "r4", "r16", "hgb2", "bp", "bp-deep")
     plans = {row: short(f"{data}-{row}") for row in rows}
-    plans["no-norm"] = short(f"{data}-bicovg", "--model.batch_norm", "false")
-    plans["float32"] = short(f"{data}-bicovg", "--train.precision", "float32")
-    if data != "cifar100":  # whose recipe has no clip
+    if data == "cifar100":
+        plans["grouped"] = short("cifar100-grouped")
+        plans["no-norm"] = short("cifar100-bicovg", "--model.batch_norm", "false")
+        plans["float32"] = short("cifar100-bicovg", "--train.precision", "float32")
+    else:  # the recipe of CIFAR-100 has no clip
         plans["clip-global"] = short(f"{data}-bicovg", "--train.clip_scope", "global", "--train.schedule", "summed")
     return {f"{data}-short-{name}": plan for name, plan in plans.items()}
 
 
+def candidates(recipe: str, settings: dict[str, Words]) -> dict[str, Plan]:
+    """Short runs of other settings, to be judged on held-out images; "as-is" has none."""
+    return {f"{recipe}-tune-{name}": short(recipe, *HOLDOUT, *flags) for name, flags in settings.items()}
+
+
+LR, DECAY = "--optim.lr", "--optim.weight_decay"
 THREE = (0, 1, 2)
 PLANS: dict[str, Plan] = {
     "digits": Plan("digits", seeds=(0, 1, 2, 3, 4)),
@@ -87,6 +95,11 @@ PLANS: dict[str, Plan] = {
     "cifar100-strict-holdout": full("cifar100-bicovg", *HOLDOUT),
     **shorts("cifar100"),
     **shorts("tiny-imagenet"),
+    **candidates(
+        "cifar100-bp",
+        {"as-is": (), "lr5e-4": (LR, "5e-4"), "lr1e-3": (LR, "1e-3"), "lr1e-3-wd0.05": (LR, "1e-3", DECAY, "0.05")},
+    ),
+    **candidates("tiny-imagenet-bp", {"as-is": (), "wd5e-4": (DECAY, "5e-4"), "wd1e-3": (DECAY, "1e-3")}),
 }
 
 

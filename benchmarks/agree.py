@@ -22,9 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from machine import describe
 
 from bicovg.bench_worker import compiled_graphs
+from bicovg.captured import GraphEngine
 from bicovg.config import Config, override
 from bicovg.data.splits import load_splits, make_loaders
-from bicovg.engine import CompiledEngine, EagerEngine, GraphEngine, PlainEngine
+from bicovg.engine import CompiledEngine, EagerEngine, PlainEngine
 from bicovg.optim import make_optimizers
 from bicovg.preparation import build_on
 from bicovg.recipes import get_recipe

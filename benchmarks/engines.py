@@ -21,10 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 def measure(recipe: str, mode: str, steps: int, batch: int, profile: bool, overrides: dict) -> dict:
     import torch
 
-    import bicovg.engine
+    import bicovg.captured
+    from bicovg.captured import GraphEngine
     from bicovg.config import override
     from bicovg.data.splits import load_splits, make_loaders
-    from bicovg.engine import CompiledEngine, EagerEngine, GraphEngine
+    from bicovg.engine import CompiledEngine, EagerEngine
     from bicovg.optim import make_optimizers
     from bicovg.profiling import peak_memory
     from bicovg.recipes import get_recipe
@@ -32,11 +33,11 @@ def measure(recipe: str, mode: str, steps: int, batch: int, profile: bool, overr
 
     torch.backends.cudnn.benchmark = True
     mode, *options = mode.split(":")
-    bicovg.engine.FUSED_UPDATES = "torch" not in options
+    bicovg.captured.FUSED_UPDATES = "torch" not in options
     if "search" in options:
         torch.backends.cudnn.benchmark_limit = 0
     for streams in (int(option) for option in options if option.isdigit()):
-        bicovg.engine.LANES = streams
+        bicovg.captured.LANES = streams
         overrides = {**overrides, "train.overlap": streams > 1}  # 1: small units may still overlap
     config = get_recipe(recipe)
     config = override(config, {"data.name": "synthetic", "train.precision": "bfloat16", **overrides})

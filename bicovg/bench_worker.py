@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from bicovg.bench_variants import accumulate_gradients, replace_goodness
+from bicovg.captured import GraphEngine
 from bicovg.choosing import make_engine
 from bicovg.config import Config, from_json, override
 from bicovg.data.augment import Augmentation
 from bicovg.data.loader import Loader, TensorImages
-from bicovg.engine import EagerEngine, GraphEngine, make_plain
+from bicovg.engine import EagerEngine, make_plain
 from bicovg.networks import LocalNetwork, count_parameters
 from bicovg.optim import make_optimizers
 from bicovg.preparation import build_on, pick_device, set_up_process

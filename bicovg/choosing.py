@@ -7,10 +7,11 @@ import torch
 from torch.optim import Optimizer
 
 from bicovg.blocks import Block
+from bicovg.captured import GraphEngine
 from bicovg.config import Config
 from bicovg.data.loader import Loader
 from bicovg.distributed import ALONE, Processes, Team
-from bicovg.engine import CompiledEngine, EagerEngine, GraphEngine, PlainEngine
+from bicovg.engine import CompiledEngine, EagerEngine, PlainEngine
 from bicovg.errors import UserError
 from bicovg.goodness import BiCovG
 from bicovg.networks import LocalNetwork

@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-import bicovg.engine
+import bicovg.captured
 from bicovg.aside import conv_aside
 from bicovg.blocks import Block
+from bicovg.captured import GraphEngine, move_aside
 from bicovg.choosing import fall_back, make_engine
 from bicovg.config import Config, override
 from bicovg.data.splits import load_splits, make_loaders
-from bicovg.engine import CompiledEngine, EagerEngine, GraphEngine, TrainingState, move_aside
+from bicovg.engine import CompiledEngine, EagerEngine, TrainingState
 from bicovg.errors import UserError
 from bicovg.goodness import BiCovG
 from bicovg.optim import make_optimizers
@@ -257,7 +258,7 @@ def test_a_weight_gradient_made_aside_is_autograds_own() -> None:
 def test_without_overlap_only_small_blocks_gradients_are_made_aside(
     overlap: bool, blocks: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bicovg.engine, "Aside", Inline)
+    monkeypatch.setattr(bicovg.captured, "Aside", Inline)
     config = override(get_recipe("imagenet100-bp"), {"train.overlap": overlap, "model.width": 0.125})
     net = build_on(config, torch.device("meta"))
     move_aside(net, config)

@@ -5,19 +5,22 @@
 
 One run after the other, each in a process of its own. While one trains, the next imports, compiles and captures, and
 the one before fits its fusions; so a GPU trains all the time. Records go to ``--records``, beside the seeds
-that are there.
+that are there; those are not trained again, so give another folder to repeat them.
 What stands behind ``--`` is added to every command: to try, on a CPU, in half a minute,
 
     python benchmarks/reproduce.py digits:0,1 --records /tmp/records -- --train.epochs 1
 """
 
 import argparse
+import fcntl
+import json
 import os
 import sys
 import time
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from bicovg.recipes import get_recipe
 Words = tuple[str, ...]
 NO_CHECKPOINTS: Words = ("--train.save_every", "0", "--train.save_seconds", "0")
 HOLDOUT: Words = ("--data.holdout", "0.02")
+GRACE = 60.0  # seconds a run that is stopped has to save itself
 
 
 @dataclass(frozen=True)
@@ -122,11 +126,31 @@ class Job:
         return ["train", plan.recipe, *plan.flags, *self.args.more, *seed, *place, "--out", self.run]
 
     def later_words(self) -> list[list[str]]:
-        record = Path(self.args.records) / self.name
         place = ["--data-root", self.args.data_root] if self.args.data_root else []
-        add = ["--add"] if record.exists() else []
-        later = [[*words, *place] for words in PLANS[self.name].afterwards(self.run)]
-        return [*later, ["record", self.run, "--out", str(record), *add]]
+        return [[*words, *place] for words in PLANS[self.name].afterwards(self.run)]
+
+    @property
+    def record(self) -> Path:
+        return Path(self.args.records) / self.name
+
+    def recorded(self) -> bool:
+        """Whether the record has this seed already."""
+        path = self.record / "record.json"
+        return path.exists() and self.seed in json.loads(path.read_text())["seeds"]
+
+
+def run_command(words: list[str]) -> int:
+    from bicovg.cli import main
+
+    sys.argv = ["bicovg", *words]  # what env.json calls the command
+    return main(words)
+
+
+def add_record(job: Job) -> int:
+    """Make the record, or add to it: one process at a time, as another seed may be doing the same."""
+    with open(Path(job.args.runs) / "records.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return run_command(["record", job.run, "--out", str(job.record), *["--add"] * job.record.exists()])
 
 
 def work(job: Job, log: str, talk: Connection) -> None:
@@ -134,12 +158,7 @@ def work(job: Job, log: str, talk: Connection) -> None:
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    from bicovg.cli import main
     from bicovg.trainer import Trainer
-
-    def run_command(words: list[str]) -> int:
-        sys.argv = ["bicovg", *words]  # what env.json calls the command
-        return main(words)
 
     warm_up, summarise = Trainer._warm_up, Trainer.summarise
 
@@ -147,7 +166,10 @@ def work(job: Job, log: str, talk: Connection) -> None:
         warm_up(trainer)
         begun = time.monotonic()
         talk.send("ready")
-        talk.recv()
+        while not talk.poll(0.2) and not trainer.stopper.exit_code:  # a signal alone would not end the waiting
+            pass
+        if not trainer.stopper.exit_code:
+            talk.recv()
         trainer._begun += time.monotonic() - begun  # the run's own time, without the waiting
 
     def give_turn(trainer: Trainer) -> dict[str, Any]:
@@ -156,17 +178,19 @@ def work(job: Job, log: str, talk: Connection) -> None:
 
     Trainer._warm_up, Trainer.summarise = wait_for_turn, give_turn  # type: ignore[method-assign]
     code = run_command(job.train_words())
-    for words in job.later_words():  # seeds before this one may have made the record meanwhile
+    for words in job.later_words():
         code = code or run_command(words)
-    sys.exit(code)
+    sys.exit(code or add_record(job))
 
 
-def parse_job(text: str, args: argparse.Namespace) -> list[Job]:
+def parse_jobs(text: str, args: argparse.Namespace) -> list[Job]:
     name, _, seeds = text.partition(":")
     if name not in PLANS:
         raise SystemExit(f"{name!r} is not planned: --list names all that are")
-    chosen = [int(seed) for seed in seeds.split(",")] if seeds else PLANS[name].seeds
-    return [Job(name, seed, args) for seed in chosen]
+    if seeds and not all(seed.isdecimal() for seed in seeds.split(",")):
+        raise SystemExit(f"{text!r}: seeds are whole numbers with commas between them, as in {name}:0,1")
+    chosen = map(int, seeds.split(",")) if seeds else PLANS[name].seeds
+    return [Job(name, seed, args) for seed in dict.fromkeys(chosen)]
 
 
 def heard(talk: Connection) -> bool:
@@ -178,31 +202,57 @@ def heard(talk: Connection) -> bool:
         return False
 
 
+def tell(talk: Connection) -> bool:
+    """Say "go"; whether somebody was there to hear it."""
+    try:
+        talk.send("go")
+        return True
+    except OSError:
+        return False
+
+
 def run_all(jobs: list[Job]) -> int:
     """Every job in turn; the number of those that failed."""
-    context, begun = get_context("spawn"), time.monotonic()
-    processes, previous = [], None
-    for job in jobs:
-        Path(job.run).parent.mkdir(parents=True, exist_ok=True)
-        here, there = context.Pipe()
-        process = context.Process(target=work, args=(job, f"{job.run}.log", there))
-        process.start()
-        there.close()
-        processes.append((job, process))
-        ready = heard(here)
-        if previous is not None:
-            heard(previous)
-        if ready:
-            here.send("go")
-        print(f"{time.monotonic() - begun:6.0f} s  {'training' if ready else 'FAILED:'} {job.run}", flush=True)
-        previous = here
-    failed = 0
-    for job, process in processes:
-        process.join()
-        failed += process.exitcode != 0
-        words = "done" if process.exitcode == 0 else f"FAILED ({process.exitcode}), see {job.run}.log:"
-        print(f"{time.monotonic() - begun:6.0f} s  {words} {job.run}", flush=True)
-    return failed
+    processes: list[BaseProcess] = []
+    begun = time.monotonic()
+
+    def say(words: str) -> None:
+        print(f"{time.monotonic() - begun:6.0f} s  {words}", flush=True)
+
+    try:
+        previous: Connection | None = None
+        for job in jobs:
+            process, talk = start(job)
+            processes.append(process)
+            if not heard(talk):
+                say(f"FAILED before it could train {job.run}")
+                continue
+            if previous is not None:
+                heard(previous)
+            say(f"training {job.run}" if tell(talk) else f"FAILED before it could train {job.run}")
+            previous = talk
+        for job, process in zip(jobs, processes, strict=True):
+            process.join()
+            done = process.exitcode == 0
+            say(f"done {job.run}" if done else f"FAILED ({process.exitcode}), see {job.run}.log: {job.run}")
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join(GRACE)
+            process.kill()
+    return sum(process.exitcode != 0 for process in processes)
+
+
+def start(job: Job) -> tuple[BaseProcess, Connection]:
+    """A process for a job, and the line to it."""
+    context = get_context("spawn")
+    Path(job.run).parent.mkdir(parents=True, exist_ok=True)
+    here, there = context.Pipe()
+    process = context.Process(target=work, args=(job, f"{job.run}.log", there))
+    process.start()
+    there.close()  # so that its end is heard here
+    return process, here
 
 
 def main() -> int:
@@ -220,7 +270,12 @@ def main() -> int:
             command = " ".join(["bicovg train", plan.recipe, *plan.flags])
             print(f"{name:36} seeds {','.join(map(str, plan.seeds)):9} {command}")
         return 0
-    return run_all([job for name in args.names for job in parse_job(name, args)])
+    if not args.names:
+        parser.error("name what to train, or ask for the --list")
+    jobs = [job for name in args.names for job in parse_jobs(name, args)]
+    for job in (job for job in jobs if job.recorded()):
+        print(f"{job.record} has seed {job.seed} already: give another folder as --records to train it again")
+    return run_all([job for job in jobs if not job.recorded()])
 
 
 if __name__ == "__main__":

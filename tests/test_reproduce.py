@@ -1,9 +1,14 @@
 """benchmarks/reproduce.py: its plans are what the records say, and it makes records."""
 
+import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +19,8 @@ from bicovg.records import MACHINE_SETTINGS, flatten, load_records
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from reproduce import PLANS  # noqa: E402 (beside the results, not in the package)
+import reproduce as reproduce_script  # noqa: E402 (beside the results, not in the package)
+from reproduce import PLANS  # noqa: E402
 
 RECORDS = load_records(ROOT / "records")
 
@@ -36,24 +42,95 @@ def test_a_plan_is_a_run_that_can_be_begun_and_what_its_record_says(name: str) -
         assert seed in plan.seeds
 
 
-def test_seeds_are_trained_one_after_the_other_into_one_record(tmp_path: Path) -> None:
-    words = ["digits:0,1", "--runs", str(tmp_path / "runs"), "--records", str(tmp_path / "records")]
-    small = ["--", "--train.epochs", "1", "--model.channels", "8,8,8,8"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "reproduce.py"), *words, *small]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    record = load_records(tmp_path / "records")["digits"]
-    assert record["seeds"] == [0, 1]
-    assert record["runs"][1]["command"].startswith("bicovg train digits --seed 1 --model.channels [8,8,8,8]")
-    assert [line.split()[2] for line in done.stdout.splitlines()] == ["training", "training", "done", "done"]
+@pytest.mark.parametrize("name", sorted(RECORDS))
+def test_what_a_plan_does_with_a_finished_run_its_record_has(name: str) -> None:
+    planned = [" ".join(["bicovg", *words]) for words in PLANS[name].afterwards("RUN")]
+    for run in RECORDS[name]["runs"]:
+        assert set(planned) <= set(run.get("afterwards", planned))
 
 
-def test_a_run_that_fails_is_named_and_the_next_goes_on(tmp_path: Path) -> None:
-    words = ["cifar100-short-cc", "digits:0", "--runs", str(tmp_path / "runs"), "--records", str(tmp_path / "records")]
-    small = ["--", "--train.epochs", "1", "--data.root", str(tmp_path)]
-    command = [sys.executable, str(ROOT / "benchmarks" / "reproduce.py"), *words, *small]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1
+def reproduce(folder: Path, *words: str) -> list[str]:
+    places = ["--runs", str(folder / "runs"), "--records", str(folder / "records")]
+    small = ["--", "--model.channels", "8,8,8,8", "--data.root", str(folder)]
+    return [sys.executable, str(ROOT / "benchmarks" / "reproduce.py"), *places, *words, *small]
+
+
+def run_to_the_end(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def verbs(output: str) -> list[str]:
+    """What is said of every run, after the seconds."""
+    return [line.split()[2] for line in output.splitlines()]
+
+
+def test_seeds_go_into_one_record_are_not_trained_twice_and_a_failure_stops_nobody(tmp_path: Path) -> None:
+    short = ["--train.epochs", "1"]
+    done = run_to_the_end([*reproduce(tmp_path, "digits:0,1", "cifar100-short-cc", "digits:2"), *short])
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert sorted(verbs(done.stdout)) == ["FAILED", "FAILED", *["done"] * 3, *["training"] * 3]
     assert "FAILED (2), see" in done.stdout
-    assert "cifar100" in (tmp_path / "runs" / "cifar100-short-cc" / "s0.log").read_text()
-    assert list(load_records(tmp_path / "records")) == ["digits"]
+    assert "bicovg: this network cannot be built" in (tmp_path / "runs" / "cifar100-short-cc" / "s0.log").read_text()
+    record = load_records(tmp_path / "records")["digits"]
+    assert record["seeds"] == [0, 1, 2]
+    assert record["runs"][1]["command"].startswith("bicovg train digits --seed 1 --model.channels [8,8,8,8]")
+    again = run_to_the_end([*reproduce(tmp_path, "digits:0"), *short])
+    assert again.returncode == 0
+    assert "has seed 0 already" in again.stdout
+
+
+def test_an_interrupt_ends_those_that_train_and_those_that_wait(tmp_path: Path) -> None:
+    command = [*reproduce(tmp_path, "digits:0,1"), "--train.epochs", "900"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    waiting = tmp_path / "runs" / "digits" / "s1" / "env.json"
+    deadline = time.monotonic() + 120
+    while not waiting.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    time.sleep(2.0)
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    for seed in (0, 1):
+        assert "stopped by SIGINT" in (tmp_path / "runs" / "digits" / f"s{seed}.log").read_text()
+
+
+def test_a_run_that_dies_while_it_waits_is_named_and_the_next_goes_on(tmp_path: Path, capsys: Any) -> None:
+    class Line:
+        """In the place of a connection: says "ready", and may be broken by then."""
+
+        def __init__(self, broken: bool) -> None:
+            self.broken, self.told = broken, False
+
+        def recv(self) -> str:
+            return "said"
+
+        def send(self, word: str) -> None:
+            if self.broken:
+                raise BrokenPipeError
+            self.told = True
+
+    class Process:
+        def __init__(self, code: int) -> None:
+            self.exitcode = code
+
+        def join(self, timeout: float | None = None) -> None: ...
+        def terminate(self) -> None: ...
+        def kill(self) -> None: ...
+
+    lines = [Line(False), Line(True), Line(False)]
+    made = iter([(Process(line.broken), line) for line in lines])
+    args = argparse.Namespace(runs=str(tmp_path), records=str(tmp_path), data_root=None, more=[])
+    jobs = [reproduce_script.Job("digits", seed, args) for seed in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reproduce_script, "start", lambda job: next(made))
+        assert reproduce_script.run_all(jobs) == 1
+    assert [line.told for line in lines] == [True, False, True]
+    assert verbs(capsys.readouterr().out) == ["training", "FAILED", "training", "done", "FAILED", "done"]
+
+
+@pytest.mark.parametrize("words", [["digits:x"], ["no-such-record"], []])
+def test_what_cannot_be_meant_is_refused_at_once(words: list[str], tmp_path: Path) -> None:
+    done = run_to_the_end(reproduce(tmp_path, *words))
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()

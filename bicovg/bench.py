@@ -27,7 +27,8 @@ ENGINE_CHOICES = ("auto", "fastest", "graph", "graph-plain", "graph-inductor", "
 STEADY_STEPS = {"cuda": 18, "cpu": 1}  # the steady peak is taken over steps 3 to 20 of a GPU
 TURNS = (STRICT, BASELINE, FAL, CONSTANT, BARE)
 SLACK = 1.02  # over what a row held, as another process may search out other algorithms
-ROUNDS, AT_ONCE = 2, 8  # of the search of the smallest memory, and its processes
+AT_ONCE, PARTS = 8, 64  # of the search of the smallest memory: processes, and the parts of the range it tells apart
+CONTEXT = 1 << 30  # bytes a process needs beside what torch allocates
 Row = dict[str, Any]
 
 
@@ -156,23 +157,27 @@ class Bench:
     def smallest_memory(self, case: Case, row: Row) -> int | None:
         """Bytes of the smallest share of the device's memory in which a fresh process still trains.
 
-        Eight shares are tried at once, then eight between the smallest that was enough and the next below it. None
-        where the time did not suffice, or where not even all that the row held was enough.
+        Several shares are tried at once, as many as fit beside each other: all that the row held and some below it;
+        then some between the smallest that was enough and the next. None where the time did not suffice, or where not
+        even all that the row held was enough.
         """
         memory, total = row["memory"], self.machine["gpu_bytes"]
-        low, held, found = memory["steady_bytes"] / 2, max(memory["first_steps_bytes"], memory["reserved_bytes"]), None
-        high = min(total, held * SLACK)
-        for _ in range(ROUNDS):
-            sizes = [high - (high - low) * step / AT_ONCE for step in range(AT_ONCE)]
+        held = max(memory["first_steps_bytes"], memory["reserved_bytes"])
+        low, high = float(memory["steady_bytes"]) / 2, float(min(total, held * SLACK))
+        exact, at_once = 1.001 * (high - low) / PARTS, max(1, min(AT_ONCE, int(total // (high + CONTEXT))))
+        sizes = [high, *between(low, high, at_once - 1)]
+        while True:
             built = self.build_at_once(case, row["engine_asked"], [size / total for size in sizes])
             if any(answer.get("error") == OUT_OF_TIME for answer in built):
                 return None
-            enough = list(takewhile(lambda pair: "error" not in pair[1], zip(sizes, built, strict=True)))
-            if not enough:
-                break
-            high = found = enough[-1][0]
-            low = high - (sizes[0] - sizes[1])
-        return None if found is None else round(found)
+            enough = sum(1 for _ in takewhile(lambda answer: "error" not in answer, built))
+            if sizes[0] == high and not enough:
+                return None
+            low = sizes[enough] if enough < len(sizes) else low
+            high = sizes[enough - 1] if enough else high
+            if high - low <= exact:
+                return round(high)
+            sizes = between(low, high, at_once)
 
     def build_at_once(self, case: Case, engine: str, fractions: list[float]) -> list[Answer]:
         """One process for each share of the device's memory, all at the same time: nothing is timed here."""
@@ -244,6 +249,11 @@ class Bench:
         if not times:
             answer["error"] = side.error or OUT_OF_TIME
         return {**self.row(side.case, side.engine, answer), "tried": side.tried}
+
+
+def between(low: float, high: float, count: int) -> list[float]:
+    """``count`` values inside a range, evenly, the largest first."""
+    return [high - (high - low) * (place + 1) / (count + 1) for place in range(count)]
 
 
 MEMORY_FIELDS = (

@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from bicovg.gpu_memory import ALLOCATORS, WORKSPACE
+
 # A shell that starts the suite in the background ignores interrupts, and processes under test would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -43,6 +45,15 @@ settings.load_profile("bicovg-ci" if os.environ.get("CI") else "bicovg")
 def _seed_torch(request: pytest.FixtureRequest) -> None:
     """A seed of its own for each test, so that neither order nor selection changes what a test sees."""
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(autouse=True)
+def _keep_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run asks of torch's memory is not left to the tests, and processes, that follow."""
+    for name in (WORKSPACE, *ALLOCATORS):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+        if not os.environ[name]:
+            monkeypatch.delenv(name)
 
 
 SMALL = ["digits", "--model.channels", "8,8,8,8", "--train.epochs", "2", "--data.holdout", "0.1"]

@@ -165,20 +165,27 @@ def test_side_by_side_reports_every_sides_speed_and_their_ratio(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("needed", "found"), [(60, 60), (31, 31), (90, None), (10, 25)])
+@pytest.mark.parametrize(("unit", "at_once"), [(1, 1), (10**9, 8)])
 def test_the_smallest_memory_is_searched_below_all_that_was_held(
-    needed: int, found: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    needed: int, found: int | None, unit: int, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 1000 bytes; the row held 80 at first, 50 steadily. 25: half of the steady peak, nearly."""
+    """Of 1000 units; the row held 80 at first, 50 steadily. 25: half of the steady peak, nearly.
+
+    Where a unit is a byte, not even two processes fit beside each other.
+    """
+    builds: list[int] = []
 
     class Limited(LocalWorker):
         def answer(self, request: dict[str, Any]) -> dict[str, Any]:
             if request["do"] == "describe":
-                return {"device": "cuda", "gpu": "some", "torch": "2.11.0", "gpu_bytes": 1000}
+                return {"device": "cuda", "gpu": "some", "torch": "2.11.0", "gpu_bytes": 1000 * unit}
             if request["do"] == "build":
                 fraction = request["fraction"]
+                builds.append(Limited.alive)
                 if fraction is not None and fraction * 1000 < needed:
                     return {"error": "out of memory"}
                 memory = {"steady_bytes": 50, "first_steps_bytes": 80, "reserved_bytes": 70}
+                memory = {name: value * unit for name, value in memory.items()}
                 return {"engine": request["engine"], "memory": memory}
             return {"milliseconds": [1.0] * request["repeats"]}
 
@@ -188,7 +195,9 @@ def test_the_smallest_memory_is_searched_below_all_that_was_held(
     assert main(["bench", "digits", *TINY, *words]) == 0
     (row,) = read(out)["rows"]
     smallest = row["memory"]["smallest_bytes"]
-    assert smallest is None if found is None else found <= smallest <= found + 1
+    assert smallest is None if found is None else found * unit <= smallest <= (found + 1) * unit
+    assert max(builds) >= at_once
+    assert len(builds) <= (8 if at_once == 1 else 25)
     assert Limited.alive == 0
 
 

@@ -68,7 +68,7 @@ def is_candidate(record: Record) -> bool:
 
 def is_full(record: Record) -> bool:
     """Whether a record's runs are as long as its recipe says."""
-    return bool(record["epochs"] == record["recipe_epochs"])
+    return record["recipe_epochs"] in (None, record["epochs"])
 
 
 def gain(end: str, title: str, records: list[Record]) -> Chart | None:

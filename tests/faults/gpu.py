@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first product of the process
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read once, at the first product of the process
 
 import torch
 

@@ -47,13 +47,17 @@ def _seed_torch(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
+MEMORY_SETTINGS = {name: os.environ.get(name) for name in (WORKSPACE, *ALLOCATORS)}
+
+
 @pytest.fixture(autouse=True)
 def _keep_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run asks of torch's memory is not left to the tests, and processes, that follow."""
-    for name in (WORKSPACE, *ALLOCATORS):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
-        if not os.environ[name]:
-            monkeypatch.delenv(name)
+    """What a run, also one of a session's fixture, asked of torch's memory is not there for the next test."""
+    for name, value in MEMORY_SETTINGS.items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
 
 
 SMALL = ["digits", "--model.channels", "8,8,8,8", "--train.epochs", "2", "--data.holdout", "0.1"]

@@ -8,6 +8,12 @@ import pytest
 from bicovg.gpu_memory import ALLOCATORS, DETERMINISTIC, SMALL, WORKSPACE, spare_memory
 
 
+@pytest.fixture(autouse=True)
+def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (WORKSPACE, *ALLOCATORS):
+        monkeypatch.delenv(name, raising=False)
+
+
 def test_both_are_set_where_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     spare_memory()

@@ -5,7 +5,7 @@
 
 One run after the other, each in a process of its own. While one trains, the next imports, compiles and captures, and
 the one before fits its fusions; so a GPU trains all the time. Records go to ``--records``, beside the seeds
-that are there; those are not trained again, so give another folder to repeat them.
+that are there; those are not trained again, so give another folder to repeat them. A run that was interrupted goes on.
 What stands behind ``--`` is added to every command: to try, on a CPU, in half a minute,
 
     python benchmarks/reproduce.py digits:0,1 --records /tmp/records -- --train.epochs 1
@@ -15,6 +15,7 @@ import argparse
 import fcntl
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -148,16 +149,21 @@ def run_command(words: list[str]) -> int:
 
 def add_record(job: Job) -> int:
     """Make the record, or add to it: one process at a time, as another seed may be doing the same."""
-    with open(Path(job.args.runs) / "records.lock", "w") as lock:
+    job.record.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(job.record.parent, os.O_RDONLY)
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return run_command(["record", job.run, "--out", str(job.record), *["--add"] * job.record.exists()])
+    finally:
+        os.close(lock)
 
 
 def work(job: Job, log: str, talk: Connection) -> None:
     """In a process of its own: says "ready" when all is compiled, waits for a word, says "trained"."""
-    with open(log, "w") as file:
+    with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = "1"  # as under torchrun: this very run, if it has begun, goes on
     from bicovg.trainer import Trainer
 
     warm_up, summarise = Trainer._warm_up, Trainer.summarise
@@ -190,7 +196,7 @@ def parse_jobs(text: str, args: argparse.Namespace) -> list[Job]:
     if seeds and not all(seed.isdecimal() for seed in seeds.split(",")):
         raise SystemExit(f"{text!r}: seeds are whole numbers with commas between them, as in {name}:0,1")
     chosen = map(int, seeds.split(",")) if seeds else PLANS[name].seeds
-    return [Job(name, seed, args) for seed in dict.fromkeys(chosen)]
+    return [Job(name, seed, args) for seed in chosen]
 
 
 def heard(talk: Connection) -> bool:
@@ -198,7 +204,7 @@ def heard(talk: Connection) -> bool:
     try:
         talk.recv()
         return True
-    except EOFError:
+    except (EOFError, OSError):
         return False
 
 
@@ -272,7 +278,8 @@ def main() -> int:
         return 0
     if not args.names:
         parser.error("name what to train, or ask for the --list")
-    jobs = [job for name in args.names for job in parse_jobs(name, args)]
+    jobs = list({job.run: job for name in args.names for job in parse_jobs(name, args)}.values())
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that nobody is left behind
     for job in (job for job in jobs if job.recorded()):
         print(f"{job.record} has seed {job.seed} already: give another folder as --records to train it again")
     return run_all([job for job in jobs if not job.recorded()])

@@ -166,12 +166,12 @@ def check_place(out: Path, runs: list[Path], replace: bool, add: bool = False) -
 
 def swap_folders(draft: Path, out: Path, old: Path) -> None:
     """Put ``draft`` at ``out``; what was there goes to ``old``, and comes back if that fails."""
-    if os.path.lexists(out):
-        out.rename(old)
     try:
+        if os.path.lexists(out):
+            out.rename(old)
         draft.rename(out)
-    except OSError:
-        if os.path.lexists(old):
+    except BaseException:  # an interrupt, too
+        if os.path.lexists(old) and not os.path.lexists(out):
             old.rename(out)
         raise
 

@@ -145,5 +145,5 @@ def resize_centre(images: Bytes, short_side: int, size: int, sizes: Pairs, flip:
     """The usual test transform: short side to ``short_side``, antialiased, then the centre size x size."""
     resized = short_side * sizes // sizes.amin(dim=1, keepdim=True)
     offset = ((resized - size).double() / 2).round().long()
-    scale = min(images.shape[1:3]) / max(short_side - 1, 1)  # the longer side is rounded down, by less than one pixel
+    scale = min(images.shape[1:3]) / max(short_side - 1, 0.5)  # the longer side is rounded down, by less than one pixel
     return resample(images, torch.zeros_like(sizes), sizes, resized, offset, size, flip, scale)

@@ -29,7 +29,7 @@ def groups(records: Records) -> Iterator[tuple[str, str, list[Record]]]:
         own = [record for record in records.values() if record["data"] == data and not is_candidate(record)]
         for epochs in sorted({record["epochs"] for record in own}, reverse=True):
             same = sorted((record for record in own if record["epochs"] == epochs), key=lambda one: str(one["name"]))
-            short = any(epochs != record["recipe_epochs"] for record in same)
+            short = not all(map(is_full, same))
             yield f"{data}-{epochs}", f"{title}, {epochs} epochs{' (short)' if short else ''}", same
 
 

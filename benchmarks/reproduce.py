@@ -94,7 +94,7 @@ PLANS: dict[str, Plan] = {
     "tiny-imagenet-strict-holdout": full("tiny-imagenet-bicovg", *HOLDOUT),
     "cifar100-strict-fal": full("cifar100-bicovg-fal", seeds=THREE),
     "cifar100-end-to-end": full("cifar100-bp", seeds=THREE),
-    "cifar100-strict": full("cifar100-bicovg"),
+    "cifar100-strict": full("cifar100-bicovg", seeds=(0, 1)),
     "cifar100-hgb4": full("cifar100-hgb4"),
     "cifar100-grouped": full("cifar100-grouped"),
     "cifar100-strict-holdout": full("cifar100-bicovg", *HOLDOUT),

@@ -9,13 +9,17 @@ import pytest
 
 from bicovg.diagnostics import mean_gain
 from bicovg.records import Record, load_records, seed_values
+from bicovg.report.bench_tables import peak_bytes
 from bicovg.report.paper import ABLATION
 from bicovg.report.record_charts import exit_means
 
 ROOT = Path(__file__).parent.parent
 STRICT, WHOLE, HGB = "tiny-imagenet-strict", "tiny-imagenet-end-to-end", "tiny-imagenet-hgb4"
 PLAIN, FAL, HELD = "cifar100-strict", "cifar100-strict-fal", "cifar100-strict-holdout"
-BEFORE, AFTER, SCALES, MIXED = (f"cifar100-short-{name}" for name in ("per-channel", "bicovg", "ms", "cc"))
+SMALL_WHOLE = "cifar100-end-to-end"
+BEFORE, AFTER, SCALES, MIXED, ALIGNED = (
+    f"cifar100-short-{name}" for name in ("per-channel", "bicovg", "ms", "cc", "bicovg-fal")
+)
 FUSED = ("fusion", "train", "top1")
 
 
@@ -45,21 +49,25 @@ def last_losses(name: str) -> list[float]:
 
 
 def test_the_table_of_what_was_wanted(records: dict[str, Record], text: str) -> None:
-    strict, hgb, fal = (records[name] for name in (STRICT, HGB, FAL))
+    strict, hgb, fal, small = (records[name] for name in (STRICT, HGB, FAL, SMALL_WHOLE))
     for said in (
         f"| 56 | {mean(strict, *FUSED):.2f}, three seeds: met |",
         f"| 58.5 | {mean(strict, 'mean', 'top1'):.2f}: met; end to end on the same backbone has "
         f"{mean(records[WHOLE], 'last', 'top1'):.2f}, three seeds |",
         f"| 57 | {mean(hgb, *FUSED):.2f}, one seed: met |",
-        f"| 72.0 | {mean(fal, *FUSED):.2f}, one seed of three |",
-        f"| 74 | {mean(fal, 'mean', 'top1'):.2f}, one seed of three;",
+        f"| 72.0 | {mean(fal, *FUSED):.2f}, three seeds: met |",
+        f"| 74 | {mean(fal, 'mean', 'top1'):.2f}: met; end to end on the same backbone has "
+        f"{mean(small, 'last', 'top1'):.2f}, two seeds of three |",
+        f"as in the paper ({mean(small, 'last', 'top1'):.2f}, where it prints 70.22)",
     ):
         assert said in text
-    assert [len(record["seeds"]) for record in (strict, hgb, fal, records[WHOLE])] == [3, 1, 1, 3]
+    assert [len(record["seeds"]) for record in (strict, hgb, fal, records[WHOLE], small)] == [3, 1, 3, 3, 2]
 
 
 def test_what_is_said_of_end_to_end(records: dict[str, Record], text: str) -> None:
-    strict, hgb, whole = (records[name] for name in (STRICT, HGB, WHOLE))
+    strict, hgb, whole, fal = (records[name] for name in (STRICT, HGB, WHOLE, FAL))
+    small = mean(records[SMALL_WHOLE], "last", "top1")
+    ahead = [mean(fal, *keys) - small for keys in (("last", "top1"), FUSED, ("mean", "top1"))]
     alone, last = mean(whole, "last", "top1"), mean(strict, "last", "top1")
     pairs = zip(seed_values(strict, "mean", "top1"), seed_values(whole, "last", "top1"), strict=True)
     lead = sorted(mine - other for mine, other in pairs)
@@ -70,6 +78,10 @@ def test_what_is_said_of_end_to_end(records: dict[str, Record], text: str) -> No
         f"on train ({mean(strict, *FUSED):.2f}), and stays {alone - last:.1f} points below it",
         f"by {rules[0]:.1f} points with the last exit, {rules[1]:.1f} with fusion, {rules[2]:.1f} with the mean",
         f"training loss {last_losses(WHOLE)[0]:.3f} at the end",
+        f"by {ahead[0]:.1f} points with the last exit, {ahead[1]:.1f} with fusion fitted on train "
+        f"and {ahead[2]:.1f} with the mean",
+        f"on CIFAR-100 {last_losses(SMALL_WHOLE)[0]:.4f}, where the last exit of strict + FAL has "
+        f"{last_losses(FAL)[-1]:.3f})",
     ):
         assert said in text
     assert abs(mean(strict, *FUSED) - alone) < 0.3
@@ -83,11 +95,14 @@ def test_what_is_said_of_goodness_and_fal(records: dict[str, Record], text: str)
     old, new, bare, mixed = exits(before), exits(after), exits(scales), records[MIXED]
     points = {name: float(ABLATION["tiny-imagenet"][name][1]) for name in ("per-channel", "cc", "ms")}
     paper = {name: value - points["per-channel"] for name, value in points.items()}
-    behind = [max(exits(one)) - exits(one)[-1] for one in (fal, plain)]
+    behind = [max(exit_means(one)) - exit_means(one)[-1] for one in (fal, plain)]
+    rises = [mean(fal, *keys) - mean(plain, *keys) for keys in (("mean", "top1"), FUSED, ("last", "top1"))]
+    aligned, seeds = records[ALIGNED], seed_values(fal, "mean", "top1")
+    soon = [mean(aligned, *keys) - mean(after, *keys) for keys in (("mean", "top1"), FUSED, ("last", "top1"))]
     for said in (
         f"the shallow half gains {shallow:.1f} and the deep half {deep:.1f}",
         f"grows from {before['runs'][0]['DA']:.0f} to {after['runs'][0]['DA']:.1f}",
-        f"(by {plain['runs'][0]['DA'] - fal['runs'][0]['DA']:.2f}, where the paper has it grow",
+        f"(by {mean(plain, 'DA') - mean(fal, 'DA'):.2f}, where the paper has it grow",
         f"{new[0]:.1f} instead of {old[0]:.1f} % at the first, {new[1]:.1f} instead of {old[1]:.1f} at the second, "
         f"{new[-1]:.1f} instead of {old[-1]:.1f} at the last",
         f"(the last block at {bare[-1]:.1f}, the mean {mean(after, 'mean', 'top1') - mean(scales, 'mean', 'top1'):.1f} "
@@ -96,13 +111,15 @@ def test_what_is_said_of_goodness_and_fal(records: dict[str, Record], text: str)
         f"{mean(mixed, 'mean', 'top1') - mean(before, 'mean', 'top1'):.1f} above, the last block "
         f"{old[-1] - exits(mixed)[-1]:.1f} below; the paper gains {paper['cc']:.1f} by them on Tiny-ImageNet, and "
         f"{paper['ms']:.1f} by the scales, both fused)",
-        f"the fusion rise by {mean(fal, *FUSED) - mean(plain, *FUSED):.1f}, which is noise",
-        f"The last block rises by {exits(fal)[-1] - exits(plain)[-1]:.1f} and is then {behind[0]:.1f} below "
-        f"the best one instead of {behind[1]:.1f}",
+        f"the mean of the exits rises by {rises[0]:.1f} and the fusion by {rises[1]:.1f} (three seeds against "
+        f"one; in 100 epochs by {soon[0]:.1f} and {soon[1]:.1f}, one seed each)",
+        f"the mean differs by {max(seeds) - min(seeds):.1f} between seeds",
+        f"The last block rises by {rises[2]:.1f} and is then {behind[0]:.1f} below the best one instead of "
+        f"{behind[1]:.1f}; in 100 epochs it does not rise",
         f"half of the weight ({records[HELD]['runs'][0]['fusion']['heldout']['weights'][0]:.2f})",
     ):
         assert said in text
-    assert f"{mean(fal, 'mean', 'top1') - mean(plain, 'mean', 'top1'):.1f}" == "0.2"
+    assert abs(soon[2]) < 0.1, "it does not rise"
 
 
 def test_what_is_said_of_early_exit_memory_and_time(records: dict[str, Record], text: str) -> None:
@@ -114,15 +131,18 @@ def test_what_is_said_of_early_exit_memory_and_time(records: dict[str, Record], 
     tiny = statistics.fmean(lost[STRICT])
     assert f"{min(cifar):.1f} to {max(cifar):.1f} points of the mean are lost on CIFAR-100 and {tiny:.1f} on" in text
     seconds = {name: seed_values(record, "wall_seconds") for name, record in records.items()}
-    cifar = [value for name in (PLAIN, FAL, HELD) for value in seconds[name]]
+    cifar = [value for name in (PLAIN, FAL, HELD, SMALL_WHOLE) for value in seconds[name]]
     large = [value for name in (STRICT, WHOLE, HGB) for value in seconds[name]]
-    assert [round(time / 30) / 2 for time in (min(cifar), max(cifar), min(large), max(large))] == [4.5, 6, 6.5, 9.5]
-    assert "take four and a half to six minutes, Tiny-ImageNet's 90 six and a half to nine and a half" in text
+    assert [round(time / 30) / 2 for time in (min(cifar), max(cifar), min(large), max(large))] == [4.5, 7, 6.5, 9.5]
+    assert "take four and a half to seven minutes, Tiny-ImageNet's 90 six and a half to nine and a half" in text
     path = ROOT / "benchmarks" / "results" / "nvidia-h200-torch2.11.0-imagenet100-bicovg.json"
-    rows = {row["name"]: row["memory"]["steady_bytes"] for row in json.loads(path.read_text())["rows"]}
-    for schedule, order in (("interleaved", 1), ("summed", -1)):
-        peaks = [rows[f"hgb-{m}-{schedule}"] for m in (1, 2, 4, 8, 16)]
-        assert peaks == sorted(peaks)[::order], "take more and more memory interleaved and less and less summed"
+    rows = {row["name"]: peak_bytes(row) for row in json.loads(path.read_text())["rows"]}
+    peaks, summed = ([rows[f"hgb-{m}-{kind}"] / 1e9 for m in (1, 2, 4, 8, 16)] for kind in ("interleaved", "summed"))
+    assert peaks == sorted(peaks), "take more and more memory interleaved"
+    shown = [f"{peak:.2f}" for peak in summed]
+    assert f"up to 8 ({', '.join(shown[:3])} and {shown[3]} GB) and a little more at 16 ({shown[4]})" in text
+    assert summed[:4] == sorted(summed[:4], reverse=True)
+    assert max(ours / paper for ours, paper in zip(summed, (10.18, 8.94, 8.74), strict=False)) < 0.5
 
 
 def third_saved(name: str, seed: int) -> dict[str, Any]:

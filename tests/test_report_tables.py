@@ -310,11 +310,12 @@ def test_the_speed_table_shows_what_was_measured_in_turns_on_a_gpu(
     path.write_text(json.dumps({**found, "side_by_side": [{**turns, "goodness_share_at_most": None}]}))
     assert "| 12.3% |" in TABLES["speed"]({})
     path.write_text(json.dumps(found))
-    assert "| strict | 5 | 1234 | 1.50 | 0.50 |  |  |  | GPU, torch 2.0, abc |" in TABLES["efficiency"]({})
-    later = {"id": 1, "gpu": "GPU", "torch": "2.0+x", "commit": "def"}
+    assert "| strict | 5 | 1234 | 1.50 | 0.50 |  |  |  |  | GPU, torch 2.0, abc |" in TABLES["efficiency"]({})
+    later = {"id": 1, "gpu": "GPU", "torch": "2.0+x", "commit": "0123456789abcdef+"}
     row = side("strict", 999.0, 2_000_000_000) | {"run": 1}
+    row["memory"]["smallest_bytes"] = 2_347_000_000  # type: ignore[index]
     path.write_text(json.dumps({**found, "runs": [run, later], "rows": [row]}))
-    assert "| strict | 5 | 999 | 2.00 | 0.67 |  |  |  | GPU, torch 2.0, def |" in TABLES["efficiency"]({})
+    assert "| strict | 5 | 999 | 2.00 | 0.67 | 2.34 |  |  |  | GPU, torch 2.0, 0123456+ |" in TABLES["efficiency"]({})
     for other in ({"batch_size": 64}, {"precision": "float32"}, {"image_size": 64}):
         path.write_text(json.dumps({**found, "runs": [run, later], "rows": [row | other]}))
         assert "| strict | 5 | 1234 |" in TABLES["efficiency"]({}), other
@@ -324,7 +325,7 @@ def test_the_speed_table_shows_what_was_measured_in_turns_on_a_gpu(
     path.write_text(json.dumps({**found, "runs": [{**run, "gpu": None}]}))
     assert "not run" in TABLES["speed"]({})
     assert "| strict |  | not run |" in TABLES["efficiency"]({})
-    row_of_paper = "| hgb-4-summed |  | not run |  |  | 29.5 M | 8.74 | 4.74 (ours: not run) |  |"
+    row_of_paper = "| hgb-4-summed |  | not run |  |  |  | 29.5 M | 8.74 | 4.74 (ours: not run) |  |"
     assert row_of_paper in TABLES["efficiency"]({})
 
 

@@ -71,25 +71,32 @@ def speed_of(row: dict[str, Any]) -> str:
 
 
 def describe_machine(machine: dict[str, Any]) -> str:
-    return f"{machine['gpu']}, torch {machine['torch'].split('+')[0]}, {machine['commit']}"
+    return f"{machine['gpu']}, torch {machine['torch'].split('+')[0]}, {shorten(machine['commit'])}"
+
+
+def shorten(commit: str | None) -> str:
+    """Seven digits of a commit; ``+`` stays where the tree had changes."""
+    return "unknown commit" if commit is None else commit.rstrip("+")[:7] + "+" * commit.endswith("+")
 
 
 def efficiency_table() -> str:
     """Memory and speed at 224 px from ``bicovg bench``, beside the paper's."""
-    header = ["configuration", "parameters", "images/s", "peak GB", "peak / end-to-end", "paper: parameters"]
-    header += ["paper: GB, one GPU", "paper: GB per GPU, two GPUs", "measured on"]
+    header = ["configuration", "parameters", "images/s", "peak GB", "peak / end-to-end", "smallest GB"]
+    header += ["paper: parameters", "paper: GB, one GPU", "paper: GB per GPU, two GPUs", "measured on"]
     measured = bench_rows(get_recipe("imagenet100-bicovg"))
     baseline = measured.get(BASELINE)
     rows = []
     for name, (parameters, one, two) in EFFICIENCY.items():
         paper = [parameters, one, f"{two} (ours: not run)" if two else ""]
         if name not in measured:
-            rows.append([name, "", NOT_RUN, "", "", *paper, ""])
+            rows.append([name, "", NOT_RUN, "", "", "", *paper, ""])
             continue
         row, machine = measured[name]
         peak = peak_bytes(row)
         share = f"{peak / peak_bytes(baseline[0]):.2f}" if baseline else "-"
+        smallest = row["memory"].get("smallest_bytes")
         known = [f"{row['parameters']:,}", f"{row['images_per_second']['median']:.0f}", f"{peak / 1e9:.2f}", share]
+        known.append("" if smallest is None else f"{peak_bytes(row, 'smallest_bytes') / 1e9:.2f}")
         rows.append([name, *known, *paper, describe_machine(machine)])
     return markdown(header, rows)
 
@@ -112,9 +119,9 @@ def bench_rows(config: Config) -> dict[str, tuple[dict[str, Any], dict[str, Any]
     return found
 
 
-def peak_bytes(row: dict[str, Any]) -> float:
-    """Steady peak without the data set."""
-    return float(row["memory"]["steady_bytes"] - (row["memory"]["data_bytes"] or 0))
+def peak_bytes(row: dict[str, Any], field: str = "steady_bytes") -> float:
+    """Steady peak, or another memory number, without the data set."""
+    return float(row["memory"][field] - (row["memory"]["data_bytes"] or 0))
 
 
 def agreement_table() -> str:

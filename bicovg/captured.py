@@ -19,6 +19,7 @@ from bicovg.engine import EagerEngine, TrainingState, compile_units
 from bicovg.lanes import SMALL, Lanes, first_small_unit
 from bicovg.networks import LocalNetwork
 from bicovg.optim import set_learning_rate
+from bicovg.replayed import ReplayedForward
 from bicovg.roofline import trace_layers
 from bicovg.step import PRECISIONS
 from bicovg.updates import FusedUpdates, updates_available
@@ -65,6 +66,8 @@ class GraphEngine(EagerEngine):
         self.prepare = self._prepare if compiled is False else torch.compile(self._prepare, dynamic=False)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.losses: Tensor | None = None
+        self.replays = not compiled_units  # else an evaluation's first batches may still be compiling
+        self.replayed: ReplayedForward | None = None
 
     def make_updates(self, shadows: bool, guarded: bool = True) -> FusedUpdates:
         """The guard that also clips and steps; ``guarded`` as there."""
@@ -115,6 +118,14 @@ class GraphEngine(EagerEngine):
     def warm_up(self) -> None:
         if self.graph is None:
             self.capture()
+
+    def judge(self, images: Tensor) -> Tensor:
+        """Replayed, in the memory the step works in, once there is a captured step."""
+        if self.graph is None or not self.replays:
+            return super().judge(images)
+        if self.replayed is None:
+            self.replayed = ReplayedForward(super().judge, self.graph.pool())
+        return self.replayed(images)
 
     def steps(self, epoch: int, start: int = 0) -> Iterator[Tensor]:
         self.warm_up()

@@ -1,7 +1,6 @@
 """Which engine runs a training: the one asked for, or the next best, with one line saying why."""
 
 import gc
-from collections.abc import Iterator
 
 import torch
 from torch.optim import Optimizer
@@ -12,7 +11,7 @@ from bicovg.config import Config
 from bicovg.data.loader import Loader
 from bicovg.distributed import ALONE, Processes, Team
 from bicovg.engine import CompiledEngine, EagerEngine, PlainEngine
-from bicovg.errors import UserError
+from bicovg.errors import UserError, chain_of, first_cause
 from bicovg.goodness import BiCovG
 from bicovg.networks import LocalNetwork
 from bicovg.reduction import UnitReduction
@@ -29,11 +28,10 @@ def fall_back(engine: EagerEngine, error: Exception) -> EagerEngine:
     leaves torch's allocator as if it went on, which costs memory but changes no result.
     """
     kind = {GraphEngine: CompiledEngine, CompiledEngine: EagerEngine}.get(type(engine))
-    causes = list(chain_of(error))  # ending a capture that ran out of memory fails too, and hides the reason
+    causes = list(chain_of(error))
     if kind is None or any(isinstance(cause, torch.OutOfMemoryError | UserError) for cause in causes):
         raise error
-    reason = (str(causes[-1]).strip() or type(causes[-1]).__name__).splitlines()[0]
-    print(f"engine {engine.name} failed ({reason}): running {kind.name}", flush=True)
+    print(f"engine {engine.name} failed ({first_cause(error)}): running {kind.name}", flush=True)
     for unit in engine.net.units:
         vars(unit).pop("forward", None)  # a compiled one
         for module in unit.modules():
@@ -47,14 +45,6 @@ def fall_back(engine: EagerEngine, error: Exception) -> EagerEngine:
         gc.collect()
         torch.cuda.empty_cache()
     return following
-
-
-def chain_of(error: BaseException) -> Iterator[BaseException]:
-    """An error, what it came from, and so on."""
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__ or found.__context__
 
 
 def make_engine(

@@ -23,7 +23,7 @@ from bicovg.networks import LocalNetwork
 from bicovg.optim import learning_rate, set_learning_rate
 from bicovg.reduction import NoReduction
 from bicovg.state import Snapshot
-from bicovg.step import prepared_step
+from bicovg.step import PRECISIONS, prepared_step
 
 
 class Schedule:
@@ -43,6 +43,7 @@ class EagerEngine:
 
     Attributes:
         exits: which of the network's exits this process trains; all of them, but for a stage of it.
+        whole: what is evaluated: ``net``, or the network that it is a stage of.
     """
 
     name = "eager"
@@ -50,6 +51,7 @@ class EagerEngine:
 
     def __init__(self, net: LocalNetwork, optimizers: list[Optimizer], config: Config, loader: Loader) -> None:
         self.net, self.optimizers, self.config, self.loader = net, optimizers, config, loader
+        self.whole = net
         self.learning_rate = Schedule(config, len(loader))
         self.guard: Guard | None = self.make_guard()
         self.lanes: OneLane | None = None
@@ -73,6 +75,13 @@ class EagerEngine:
 
     def share_weights(self) -> None:
         """Give every process the whole network as it is now, to evaluate it."""
+
+    def judge(self, images: Tensor) -> Tensor:
+        """Logits (E, B, K) of every exit, in float32, for a network that is in evaluation."""
+        dtype = PRECISIONS[self.config.train.precision]
+        with torch.autocast(images.device.type, dtype=dtype, enabled=dtype is not None):
+            logits: Tensor = self.whole(images)
+            return logits.float()
 
     def record(self, step: int) -> None:
         """Let the guard note the step just made; raises NonFiniteError when a failure has become known."""

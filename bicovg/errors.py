@@ -1,6 +1,7 @@
 """Errors the command line turns into one sentence and an exit code; anything else is a bug and shows its traceback."""
 
 import errno
+from collections.abc import Iterator
 
 STORAGE_FAULTS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO),
@@ -36,3 +37,17 @@ def storage_sentence(error: OSError) -> str | None:
         return None
     where = f" {error.filename}" if error.filename else ""
     return f"cannot write or read{where}: {error.strerror}; free space there or change its permissions"
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """An error, what it came from, and so on."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__ or found.__context__
+
+
+def first_cause(error: BaseException) -> str:
+    """What an error came from, in one line: ending a capture that ran out of memory fails too, and hides the reason."""
+    *_, cause = chain_of(error)
+    return (str(cause).strip() or type(cause).__name__).splitlines()[0]

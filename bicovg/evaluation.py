@@ -1,6 +1,6 @@
 """Exit logits of a data split, and the report made of them. Labels never reach the network."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,25 +13,22 @@ from bicovg.diagnostics import decline_area, effective_layers, tail_retention
 from bicovg.distributed import ALONE, Team
 from bicovg.fusion import LogisticFusion, first_best, mean_logits, top_k_accuracy
 from bicovg.networks import LocalNetwork
-from bicovg.step import PRECISIONS
 
 
 @torch.no_grad()
 def collect_logits(
-    net: LocalNetwork, batches: Iterable[Batch], precision: str | None = None, classes: int = 0
+    net: LocalNetwork, judge: Callable[[Tensor], Tensor], batches: Iterable[Batch], classes: int = 0
 ) -> tuple[Float[Tensor, "e n k"], Int[Tensor, " n"]]:
     """Logits (E, N, K) in float32 and labels (N,), on the network's device, in the batches' order.
 
-    Without any batch, N is 0 and K ``classes``.
+    ``judge`` makes a batch's logits of its images, an engine's for one. Without any batch, N is 0 and K ``classes``.
     """
     net.eval()
     device = next(net.parameters()).device
     logits = [torch.empty(len(net.exits), 0, classes, device=device)] if classes else []
     labels = [torch.empty(0, dtype=torch.int64, device=device)] if classes else []
     for batch in batches:
-        dtype = PRECISIONS[precision]
-        with torch.autocast(batch.images.device.type, dtype=dtype, enabled=dtype is not None):
-            logits.append(net(batch.images).float())
+        logits.append(judge(batch.images))
         labels.append(batch.labels)
     return torch.cat(logits, dim=1), torch.cat(labels)
 

@@ -78,7 +78,7 @@ class StageEngine(EagerEngine):
     def __init__(
         self, net: LocalNetwork, optimizers: list[Optimizer], config: Config, loader: Loader, team: Processes
     ) -> None:
-        self.team, self.whole, train = team, net, config.train
+        self.team, train = team, config.train
         cuts = choose_cuts(net, optimizers, config, loader, team)
         apply_norm_stats(net, config, team)  # after the measuring, which one process does alone
         self.bounds = (0, *cuts, len(net.units))
@@ -89,6 +89,7 @@ class StageEngine(EagerEngine):
         first, last = team.stage == 0, team.stage + 1 == team.stages
         part = LocalNetwork([net.units[u] for u in self.own], net.stem if first else 1, hands_on=not last)
         super().__init__(part, optimizers[begin:end], config, loader)
+        self.whole = net
         assert self.guard is not None
         self.inbox = None if first else Inbox(team, loader.device)
         self.outbox = None if last else Outbox(team, train.queue_depth)

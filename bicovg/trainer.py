@@ -300,8 +300,8 @@ class Trainer:
     def logits(self, split: str, epoch: int = 0) -> tuple[Tensor, Tensor]:
         """Exit logits and labels of ``train`` (plain), ``augmented``, ``heldout`` or ``test`` images."""
         loader = self.loaders[{"train": "plain"}.get(split, split)]
-        batches, precision = self._take_turns(loader, epoch), self.config.train.precision
-        logits, labels = collect_logits(self.net, batches, precision, self.config.data.num_classes)
+        batches, classes = self._take_turns(loader, epoch), self.config.data.num_classes
+        logits, labels = collect_logits(self.net, self.engine.judge, batches, classes)
         return gather_logits(logits, loader, self.team) if self.team.stages > self.team.data == 1 else (logits, labels)
 
     def _take_turns(self, loader: Loader, epoch: int) -> Iterator[Batch]:

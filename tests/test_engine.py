@@ -265,6 +265,50 @@ def test_without_overlap_only_small_blocks_gradients_are_made_aside(
     assert [block.index for block in net.modules() if isinstance(block, Block) and block.aside] == list(blocks)
 
 
+def compare_evaluations(recipe: str, precision: str) -> None:
+    """Replayed logits are the eager ones, before and after the weights have moved; training does not notice."""
+    changes = {"train.device": "cuda", "train.precision": precision, "train.epochs": 8}
+    config, losses = override(get_recipe(recipe), changes), []
+    for evaluated in (True, False):
+        engine = make(GraphEngine, config, "cuda")
+        images = torch.randn(48, *torch.Size(engine.loader.assemble(engine.indices, 0).images.shape[1:]), device="cuda")
+        curve = []
+        for epoch in range(6):
+            curve += [loss.clone() for loss in engine.steps(epoch)]
+            for part in (images, images[:20]) if evaluated else ():
+                engine.net.eval()
+                with torch.no_grad():
+                    found, known = engine.judge(part), EagerEngine.judge(engine, part)
+                assert torch.equal(found, known), epoch
+        losses.append(torch.stack(curve))
+        assert isinstance(engine, GraphEngine)
+        assert (engine.replayed is not None and len(engine.replayed.captures) == 2) == evaluated
+    assert torch.equal(*losses)
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("recipe", ["digits", "digits-bp", "digits-hgb2"])
+def test_a_replayed_evaluation_is_the_eager_one_and_changes_no_training(recipe: str, precision: str) -> None:
+    check_in_a_process(f"compare_evaluations({recipe!r}, {precision!r})")
+
+
+def test_an_engine_judges_as_its_network_does_in_the_runs_precision() -> None:
+    answers = []
+    for precision in ("float32", "bfloat16"):
+        engine = make(EagerEngine, small_config(**{"train.precision": precision}))
+        images = engine.loader.assemble(torch.arange(6), 0).images
+        engine.net.eval()
+        with torch.no_grad():
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bfloat16"):
+                known = engine.net(images)
+            found = engine.judge(images)
+        assert found.dtype == torch.float32
+        assert torch.equal(found, known.float())
+        answers.append(found)
+    assert not torch.equal(*answers)
+
+
 def compare_streams(recipe: str) -> None:
     config = override(get_recipe(recipe), {"train.device": "cuda", "train.precision": "bfloat16"})
     losses = [run(make(GraphEngine, override(config, {"train.overlap": on}), "cuda"), 40) for on in (True, False)]

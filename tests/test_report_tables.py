@@ -15,6 +15,7 @@ from bicovg.diagnostics import decline_area, tail_retention
 from bicovg.errors import UserError
 from bicovg.recipes import get_recipe
 from bicovg.records import load_records, write_record
+from bicovg.report.bench_tables import shorten
 from bicovg.report.benchmarks import SHORT, bench_charts
 from bicovg.report.collect import read_runs
 from bicovg.report.figures import compose
@@ -310,12 +311,14 @@ def test_the_speed_table_shows_what_was_measured_in_turns_on_a_gpu(
     path.write_text(json.dumps({**found, "side_by_side": [{**turns, "goodness_share_at_most": None}]}))
     assert "| 12.3% |" in TABLES["speed"]({})
     path.write_text(json.dumps(found))
-    assert "| strict | 5 | 1234 | 1.50 | 0.50 |  |  |  |  | GPU, torch 2.0, abc |" in TABLES["efficiency"]({})
+    assert "| strict | 5 | 1234 | 1.50 | 0.50 |  |  |  |  |  |  | GPU, torch 2.0, abc |" in TABLES["efficiency"]({})
     later = {"id": 1, "gpu": "GPU", "torch": "2.0+x", "commit": "0123456789abcdef+"}
     row = side("strict", 999.0, 2_000_000_000) | {"run": 1}
-    row["memory"]["smallest_bytes"] = 2_347_000_000  # type: ignore[index]
+    row["memory"] |= {"reserved_bytes": 2_407_000_000, "smallest_bytes": 2_347_000_000}  # type: ignore[operator]
     path.write_text(json.dumps({**found, "runs": [run, later], "rows": [row]}))
-    assert "| strict | 5 | 999 | 2.00 | 0.67 | 2.34 |  |  |  | GPU, torch 2.0, 0123456+ |" in TABLES["efficiency"]({})
+    assert "| strict | 5 | 999 | 2.00 | 0.67 |  | 2.40 | 2.34 |  |  |  | GPU, torch 2.0, 0123456+ |" in TABLES[
+        "efficiency"
+    ]({})
     for other in ({"batch_size": 64}, {"precision": "float32"}, {"image_size": 64}):
         path.write_text(json.dumps({**found, "runs": [run, later], "rows": [row | other]}))
         assert "| strict | 5 | 1234 |" in TABLES["efficiency"]({}), other
@@ -325,8 +328,14 @@ def test_the_speed_table_shows_what_was_measured_in_turns_on_a_gpu(
     path.write_text(json.dumps({**found, "runs": [{**run, "gpu": None}]}))
     assert "not run" in TABLES["speed"]({})
     assert "| strict |  | not run |" in TABLES["efficiency"]({})
-    row_of_paper = "| hgb-4-summed |  | not run |  |  |  | 29.5 M | 8.74 | 4.74 (ours: not run) |  |"
+    row_of_paper = "| hgb-4-summed |  | not run |  |  |  |  |  | 29.5 M | 8.74 | 4.74 (ours: not run) |  |"
     assert row_of_paper in TABLES["efficiency"]({})
+
+
+def test_a_commit_is_shown_short() -> None:
+    assert [shorten(commit) for commit in ("0123456789ab", "0123456789ab+", "abc+", None)] == [
+        *("0123456", "0123456+", "abc+", "unknown commit")
+    ]
 
 
 def test_the_efficiency_table_knows_every_configuration_it_names() -> None:

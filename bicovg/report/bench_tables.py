@@ -79,9 +79,13 @@ def shorten(commit: str | None) -> str:
     return "unknown commit" if commit is None else commit.rstrip("+")[:7] + "+" * commit.endswith("+")
 
 
+OTHER_MEMORY = {"first_steps_bytes": "first steps", "reserved_bytes": "reserved", "smallest_bytes": "smallest"}
+
+
 def efficiency_table() -> str:
     """Memory and speed at 224 px from ``bicovg bench``, beside the paper's."""
-    header = ["configuration", "parameters", "images/s", "peak GB", "peak / end-to-end", "smallest GB"]
+    header = ["configuration", "parameters", "images/s", "peak GB", "peak / end-to-end"]
+    header += [f"{name} GB" for name in OTHER_MEMORY.values()]
     header += ["paper: parameters", "paper: GB, one GPU", "paper: GB per GPU, two GPUs", "measured on"]
     measured = bench_rows(get_recipe("imagenet100-bicovg"))
     baseline = measured.get(BASELINE)
@@ -89,14 +93,13 @@ def efficiency_table() -> str:
     for name, (parameters, one, two) in EFFICIENCY.items():
         paper = [parameters, one, f"{two} (ours: not run)" if two else ""]
         if name not in measured:
-            rows.append([name, "", NOT_RUN, "", "", "", *paper, ""])
+            rows.append([name, "", NOT_RUN, "", "", *[""] * len(OTHER_MEMORY), *paper, ""])
             continue
         row, machine = measured[name]
         peak = peak_bytes(row)
         share = f"{peak / peak_bytes(baseline[0]):.2f}" if baseline else "-"
-        smallest = row["memory"].get("smallest_bytes")
         known = [f"{row['parameters']:,}", f"{row['images_per_second']['median']:.0f}", f"{peak / 1e9:.2f}", share]
-        known.append("" if smallest is None else f"{peak_bytes(row, 'smallest_bytes') / 1e9:.2f}")
+        known += [f"{peak_bytes(row, field) / 1e9:.2f}" if row["memory"].get(field) else "" for field in OTHER_MEMORY]
         rows.append([name, *known, *paper, describe_machine(machine)])
     return markdown(header, rows)
 

@@ -1,6 +1,6 @@
 """A forward pass as captured CUDA graphs, one for each shape of its input.
 
-In an evaluation kernels are short, and launching them one by one takes several times as long as they do.
+In an evaluation of small images kernels are short: launching them one by one can take longer than they do.
 """
 
 from collections.abc import Callable, Hashable

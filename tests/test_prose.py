@@ -135,17 +135,10 @@ def test_what_is_said_of_early_exit_memory_and_time(records: dict[str, Record], 
     cifar = [value for name in (PLAIN, FAL, HELD, SMALL_WHOLE) for value in seconds[name]]
     large = [value for name in (STRICT, WHOLE, HGB) for value in seconds[name]]
     *cifar, beside = sorted(cifar)
-    assert [round(time / 30) / 2 for time in (cifar[0], cifar[-1], beside, min(large), max(large))] == [
-        4.5,
-        6,
-        7,
-        6.5,
-        9.5,
-    ]
-    assert (
-        "take four and a half to six minutes (seven beside other work), Tiny-ImageNet's 90 six and a half to nine"
-        in text
-    )
+    minutes = [round(time / 30) / 2 for time in (cifar[0], cifar[-1], beside, min(large), max(large))]
+    assert minutes == [4.5, 6, 7, 6.5, 9.5]
+    assert "take four and a half to six minutes (seven beside other work)," in text
+    assert "Tiny-ImageNet's 90 six and a half to nine and a half" in text
     rows = {row["name"]: peak_bytes(row) for row in bench_file("imagenet100-bicovg")["rows"]}
     peaks, summed = ([rows[f"hgb-{m}-{kind}"] / 1e9 for m in (1, 2, 4, 8, 16)] for kind in ("interleaved", "summed"))
     assert peaks == sorted(peaks), "take more and more memory interleaved"
@@ -178,9 +171,9 @@ def test_what_is_said_of_speed_and_memory_against_backprop() -> None:
         for field in ("smallest_bytes", "first_steps_bytes")
     }
     for said in (
-        f"{ratio[0]} times the images a second for VGG-8 at 32 px, {ratio[1]} for VGG-16 at 64 px, {ratio[2]} at 224 px "
-        f"with {memory[2]} of the memory of the steady step ({other['smallest_bytes']} of the smallest memory that still "
-        f"trains, {other['first_steps_bytes']} of what the first steps take",
+        f"{ratio[0]} times the images a second for VGG-8 at 32 px, {ratio[1]} for VGG-16 at 64 px, {ratio[2]} at 224 "
+        f"px with {memory[2]} of the memory of the steady step ({other['smallest_bytes']} of the smallest memory that "
+        f"still trains, {other['first_steps_bytes']} of what the first steps take",
         f"VGG-8 at 32 px takes {memory[0]} of end to end's memory",
         f"moves {min(roof['megabytes_per_image']):.2f} to {max(roof['megabytes_per_image']):.2f} of backprop's bytes",
         f"{limits[0]} (VGG-8), {limits[1]} (64 px) and {limits[2]} (224 px) times as fast",

@@ -32,6 +32,7 @@ from kernel_blocks import (
     run_all,
 )
 from kernel_checks import Distance, check_block, cut_rows, distance, poisoned, with_mixing
+from kernel_edges import IMAGE, SUMS_LIMIT, Edge, check_edge, recipe_edges
 from kernel_sweep import run_sweep
 from machine import describe
 from torch import Tensor
@@ -50,6 +51,9 @@ G_LIMIT = 2.5e-3  # in bfloat16
 LARGE = 1 << 27  # elements of f
 CHECKERS = {True: 5, False: 14}  # processes for large blocks, of which one takes some 20 GB in float64, and others
 COMPILED = (0, 9, 13)  # blocks also timed against torch.compile, which takes long to compile
+
+
+Task = tuple[Block | Edge, torch.dtype, bool | None]
 
 
 def plain_tail(f: Tensor, pool: bool, drop: float, keys: Tensor) -> Tensor:
@@ -178,15 +182,19 @@ def build(block: Block) -> None:
 
 def is_within(name: str, error: float, dtype: torch.dtype) -> bool:
     """Whether an error is within its limit; NaN is not, nor is a count of 1."""
-    return error < (G_LIMIT if dtype == torch.bfloat16 and name.split()[0] == "g" else LIMITS[dtype])
+    special = {"g": G_LIMIT, "sums": SUMS_LIMIT} if dtype == torch.bfloat16 else {}
+    return error < special.get(name.split()[0], LIMITS[dtype])
 
 
-def run_check(task: tuple[Block, torch.dtype, bool | None]) -> dict[str, Any]:
+def run_check(task: Task) -> dict[str, Any]:
     """One row: goodness and tail of f in one layout or the other, or, for None, the kernels of the whole block."""
     block, dtype, last = task
     row = describe_task(task)
     try:
-        errors = check_block(block, dtype) if last is None else check(block, dtype, last)
+        if isinstance(block, Edge):
+            errors = check_edge(block, dtype)
+        else:
+            errors = check_block(block, dtype) if last is None else check(block, dtype, last)
         row |= errors | {"ok": all(is_within(name, error, dtype) for name, error in errors.items())}
     except Exception as error:
         row |= {"ok": False, "error": f"{type(error).__name__}: {error}"[:300]}
@@ -194,28 +202,42 @@ def run_check(task: tuple[Block, torch.dtype, bool | None]) -> dict[str, Any]:
     return row
 
 
-def describe_task(task: tuple[Block, torch.dtype, bool | None]) -> dict[str, Any]:
+def describe_task(task: Task) -> dict[str, Any]:
     block, dtype, last = task
+    if isinstance(block, Edge):
+        return {"edge": str(block), "kind": block.kind, "dtype": str(dtype)}
     which = {"block": str(block), "scales": list(block.scales), "pool": block.pool, "projections": block.projections}
     return which | {"dtype": str(dtype)} | ({} if last is None else {"channels_last": last})
 
 
 def run_checks(report: dict[str, Any]) -> bool:
-    """Fill ``report['checks']`` and ``report['blocks']``; True when every error is within its limit."""
-    report |= {"integration": check_integration(), "checks": [], "blocks": []}
+    """Fill ``report`` with a row for every check; True when every error is within its limit."""
+    report |= {"integration": check_integration(), "checks": [], "blocks": [], "edges": []}
     print("integration:", report["integration"], flush=True)
-    blocks = recipe_blocks()
     for large, processes in CHECKERS.items():
-        mine = [block for block in blocks if (block.batch * block.channels * block.size**2 >= LARGE) is large]
-        tasks = [(block, dtype, last) for block in mine for dtype in LIMITS for last in (True, False, None)]
+        tasks = [task for task in make_tasks() if is_large(task[0]) is large]
         for task, result in zip(tasks, run_all(run_check, tasks, processes), strict=True):
             lost = isinstance(result, Exception)
             row = describe_task(task) | {"ok": False, "error": repr(result)} if lost else result
-            report["blocks" if task[2] is None else "checks"].append(row)
+            report["edges" if "edge" in row else "blocks" if task[2] is None else "checks"].append(row)
             if not row["ok"]:
                 print("WRONG", row, flush=True)
     integrated = all(value == "ok" for value in report["integration"].values())
-    return integrated and all(row["ok"] for row in [*report["checks"], *report["blocks"]])
+    return integrated and all(row["ok"] for name in ("checks", "blocks", "edges") for row in report[name])
+
+
+def make_tasks() -> list[Task]:
+    """Everything to be checked; the image's convolution in float32 is cuDNN's."""
+    tasks: list[Task] = [
+        (block, dtype, last) for block in recipe_blocks() for dtype in LIMITS for last in (True, False, None)
+    ]
+    for edge in recipe_edges():
+        tasks += [(edge, dtype, None) for dtype in LIMITS if edge.kind != IMAGE or dtype == torch.bfloat16]
+    return tasks
+
+
+def is_large(block: Block | Edge) -> bool:
+    return block.batch * block.channels * block.size**2 >= LARGE
 
 
 def run_times(report: dict[str, Any], deadline: float) -> None:
@@ -252,6 +274,8 @@ def print_tables(report: dict[str, Any]) -> None:
         groups.setdefault(f"{row['dtype']:15} {layout:13}", []).append(row)
     for row in report.get("blocks", []):
         groups.setdefault(f"{row['dtype']:15} {'whole blocks':13}", []).append(row)
+    for row in report.get("edges", []):
+        groups.setdefault(f"{row['dtype']:15} {row['kind']:13}", []).append(row)
     for title, rows in groups.items():
         names = dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, float))
         text = "  ".join(f"{name} {worst(rows, name):.1e}" for name in names)

@@ -18,6 +18,7 @@ from bicovg.draws import keep_mask, make_keys
 from bicovg.goodness import bicovg
 from bicovg.kernels import block, tail, tiles
 from bicovg.kernels import goodness as fused
+from bicovg.kernels.borders import border_sums_op
 from bicovg.kernels.image import image_conv_op, image_conv_weight_op
 from bicovg.kernels.loss import cross_entropy_op
 from bicovg.kernels.tiles import Tile
@@ -205,6 +206,7 @@ def test_operators_keep_their_contracts() -> None:
     x = torch.randn(2, 3, 5, 4, device=DEVICE)
     torch.library.opcheck(image_conv_op, (x, torch.randn(16, 3, 3, 3, device=DEVICE, requires_grad=True)))
     torch.library.opcheck(image_conv_weight_op, (torch.randn(2, 16, 5, 4, device=DEVICE), x))
+    torch.library.opcheck(border_sums_op, (torch.randn(2, 16, 5, 4, device=DEVICE),))
 
 
 @BOTH_DTYPES

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from bicovg.blocks import Block
+from bicovg.config import Config
 from bicovg.goodness import BiCovG
+from bicovg.networks import LocalNetwork
 from bicovg.preparation import build_on
 from bicovg.recipes import RECIPES, get_recipe
 
@@ -24,13 +26,20 @@ def checked() -> list[tuple[object, ...]]:
     return ast.literal_eval(found.stdout)  # type: ignore[no-any-return]
 
 
-def test_every_exit_of_every_recipe_is_checked(checked: list[tuple[object, ...]]) -> None:
+@pytest.fixture(scope="module")
+def networks() -> dict[str, tuple[Config, LocalNetwork]]:
+    configs = {name: get_recipe(name) for name in RECIPES}
+    return {name: (config, build_on(config, torch.device("meta"))) for name, config in configs.items()}
+
+
+def test_every_exit_of_every_recipe_is_checked(
+    checked: list[tuple[object, ...]], networks: dict[str, tuple[Config, LocalNetwork]]
+) -> None:
     goodness = {(C, H, scales, N) for _, _, C, H, scales, _, N in checked}
     tails = {(C, H, pool) for _, _, C, H, _, pool, _ in checked}
-    for name in RECIPES:
-        config = get_recipe(name)
+    for name, (config, net) in networks.items():
         side = config.data.image_size // config.model.stem
-        for block in build_on(config, torch.device("meta")).modules():
+        for block in net.modules():
             if not isinstance(block, Block):
                 continue
             C = block.conv.out_channels
@@ -43,6 +52,29 @@ def test_every_exit_of_every_recipe_is_checked(checked: list[tuple[object, ...]]
 
 def test_none_is_checked_twice(checked: list[tuple[object, ...]]) -> None:
     assert len({row[2:] for row in checked}) == len(checked)
+
+
+def test_every_entrance_of_every_recipe_is_checked(
+    networks: dict[str, tuple[Config, LocalNetwork]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from kernel_edges import BORDERS, IMAGE, recipe_edges
+    from kernels import make_tasks
+
+    edges = recipe_edges()
+    images = {edge[3:] for edge in edges if edge.kind == IMAGE}
+    behind_fal = {edge[4:] for edge in edges if edge.kind == BORDERS}
+    assert len(images) + len(behind_fal) == len(edges)
+    for name, (config, net) in networks.items():
+        side = config.data.image_size // config.model.stem
+        for unit in net.units:
+            for place, block in enumerate(getattr(unit, "blocks", [])):
+                before, after = block.conv.in_channels, block.conv.out_channels
+                assert block.index or (before, after, side) in images, name
+                assert block.alignment is None or place or (after, side) in behind_fal, (name, block.index)
+                side = side // 2 if block.pool else side
+    tasks = [task for task in make_tasks() if task[0] in edges]
+    assert len(tasks) == len(images) + 2 * len(behind_fal)
 
 
 @pytest.mark.parametrize("value", [0.0, math.nan])

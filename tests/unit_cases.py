@@ -1,6 +1,9 @@
 """Blocks, units and losses, fused against plain; see ``test_kernels.py`` for how these run."""
 
 import math
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,10 @@ from bicovg.networks import local_network
 from bicovg.offsets import border_sums
 from bicovg.signals import assign_gradients
 from bicovg.step import local_step
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+import kernel_edges
+from kernel_edges import BORDERS, IMAGE, Edge, check_edge
 
 
 @pytest.mark.parametrize(("scope", "checkpointing"), [("hgb", False), ("end-to-end", False), ("end-to-end", True)])
@@ -146,6 +153,37 @@ def test_border_sums_of_a_map(
         assert distance(found, wanted) < 1e-6
     else:  # taps that are never inside sum up to 0
         assert (found - wanted).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("edge", "names"),
+    [
+        (Edge("", IMAGE, 2, 3, 24, 5), {"y", "y of a sample", "dW"}),
+        (Edge("", IMAGE, 3, 1, 32, 8), {"y", "y of a sample", "dW"}),
+        (Edge("", BORDERS, 3, 8, 24, 7), {"sums", "sums of a sample"}),
+    ],
+    ids=str,
+)
+def test_entrances_as_they_are_checked_at_every_recipes_shapes(edge: Edge, names: set[str]) -> None:
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    errors = check_edge(edge, dtype)
+    assert errors.keys() == names
+    limit = 1e-2 if dtype == torch.bfloat16 and edge.kind == IMAGE else 1e-5
+    assert {name: error for name, error in errors.items() if not error < limit} == {}
+
+
+def test_a_lost_row_of_an_entrance_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    for kind, operator in ((IMAGE, "image_conv_op"), (BORDERS, "border_sums_op")):
+        right = getattr(kernel_edges, operator)
+
+        def lose(*given: Tensor, right: Any = right) -> Tensor:
+            found: Tensor = right(*given).clone()
+            found[1, :, 0] = 0.0
+            return found
+
+        monkeypatch.setattr(kernel_edges, operator, lose)
+        assert max(check_edge(Edge("", kind, 3, 3, 24, 7), dtype).values()) > 0.1, kind
 
 
 @pytest.mark.parametrize("layout", [LAST, torch.contiguous_format], ids=["last", "first"])

@@ -15,7 +15,7 @@ from bicovg.recipes import RECIPES
 from bicovg.roofline import trace_layers
 
 IMAGE, BORDERS = "image convolution", "border sums"
-SUMS_LIMIT = 1e-5  # in bfloat16, too: sums are float32, of numbers that are exact
+SUMS_LIMIT = 3e-5  # in both types: sums are float32, of numbers that are exact, and of up to 3,136 of them
 
 
 class Edge(NamedTuple):

@@ -182,7 +182,7 @@ def build(block: Block) -> None:
 
 def is_within(name: str, error: float, dtype: torch.dtype) -> bool:
     """Whether an error is within its limit; NaN is not, nor is a count of 1."""
-    special = {"g": G_LIMIT, "sums": SUMS_LIMIT} if dtype == torch.bfloat16 else {}
+    special = {"sums": SUMS_LIMIT} | ({"g": G_LIMIT} if dtype == torch.bfloat16 else {})
     return error < special.get(name.split()[0], LIMITS[dtype])
 
 

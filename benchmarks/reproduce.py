@@ -100,14 +100,15 @@ PLANS: dict[str, Plan] = {
     "cifar100-strict-holdout": full("cifar100-bicovg", *HOLDOUT),
     **shorts("cifar100"),
     **shorts("tiny-imagenet"),
-    # the recipe's AdamW decays weights by 3 % in a whole run, which is nothing; the last is what others train VGGs with
+    # the recipe's AdamW decays weights by 1.6 % in a whole run, which is nothing; the last is Tiny-ImageNet's SGD, with
+    # the decay that is usual for VGGs
     **candidates(
         "cifar100-bp",
         {
             "as-is": (),
             "lr1e-3-wd0.05": (LR, "1e-3", DECAY, "0.05"),
             "lr1e-3-wd0.5": (LR, "1e-3", DECAY, "0.5"),
-            "sgd-lr0.1-wd5e-4": ("--optim.name", "sgd", LR, "0.1", DECAY, "5e-4"),
+            "sgd-lr0.05-wd5e-4": ("--optim.name", "sgd", LR, "0.05", DECAY, "5e-4", "--train.clip_norm", "1.0"),
         },
     ),
     **candidates("tiny-imagenet-bp", {"as-is": (), "wd5e-4": (DECAY, "5e-4"), "wd1e-3": (DECAY, "1e-3")}),

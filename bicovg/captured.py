@@ -19,6 +19,7 @@ from bicovg.engine import EagerEngine, TrainingState, compile_units
 from bicovg.lanes import SMALL, Lanes, first_small_unit
 from bicovg.networks import LocalNetwork
 from bicovg.optim import set_learning_rate
+from bicovg.profiling import graph_workspace
 from bicovg.replayed import ReplayedForward
 from bicovg.roofline import trace_layers
 from bicovg.step import PRECISIONS
@@ -109,7 +110,7 @@ class GraphEngine(EagerEngine):
                     self.losses = self._body()
             finally:
                 torch.cuda.set_stream(stream)  # which a capture that cannot be ended leaves otherwise
-        self.graph = graph
+        self.graph, self.workspace = graph, graph_workspace(self.loader.device)
         if self.guard is not None:
             if isinstance(self.guard, FusedUpdates):
                 self.guard.settle()
@@ -120,9 +121,11 @@ class GraphEngine(EagerEngine):
             self.capture()
 
     def judge(self, images: Tensor) -> Tensor:
-        """Replayed, in the memory the step works in, once there is a captured step."""
+        """Replayed, in the memory the step works in as far as that goes, once there is a captured step."""
         if self.graph is None or not self.replays:
             return super().judge(images)
+        assert not self.net.training, "a graph of training would be taken for one of evaluation from then on"
+        assert not torch.is_grad_enabled()
         if self.replayed is None:
             self.replayed = ReplayedForward(super().judge, self.graph.pool())
         return self.replayed(images)

@@ -44,10 +44,12 @@ class EagerEngine:
     Attributes:
         exits: which of the network's exits this process trains; all of them, but for a stage of it.
         whole: what is evaluated: ``net``, or the network that it is a stage of.
+        workspace: bytes that a captured step keeps for itself.
     """
 
     name = "eager"
     exits = slice(None)
+    workspace = 0
 
     def __init__(self, net: LocalNetwork, optimizers: list[Optimizer], config: Config, loader: Loader) -> None:
         self.net, self.optimizers, self.config, self.loader = net, optimizers, config, loader

@@ -16,14 +16,15 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def peak_memory(device: torch.device) -> int:
+def peak_memory(device: torch.device, workspace: int | None = None) -> int:
     """Bytes: in use on the GPU since the last reset, or the process's resident peak on a CPU.
 
     Replaying a captured graph allocates nothing, so torch's own peak does not see what the graph works in: the
-    graph's pool, which nothing else can use, is added to what is allocated.
+    graph's pool, which nothing else can use, is added to what is allocated. ``workspace`` is what ``graph_workspace``
+    found before, as it looks at every block of memory there is.
     """
     if device.type == "cuda":
-        held = torch.cuda.memory_allocated(device) + graph_workspace(device)
+        held = torch.cuda.memory_allocated(device) + (graph_workspace(device) if workspace is None else workspace)
         return max(torch.cuda.max_memory_allocated(device), held)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

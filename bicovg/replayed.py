@@ -3,6 +3,7 @@
 In an evaluation of small images kernels are short: launching them one by one can take longer than they do.
 """
 
+import gc
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -54,8 +55,10 @@ class ReplayedForward:
         return found.clone()
 
     def _capture(self, key: Hashable, x: Tensor) -> None:
-        graph, stream, given = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), x.clone()
+        stream = torch.cuda.current_stream()
+        gc.collect()  # what a finalizer frees must not be freed in the middle
         try:
+            graph, given = torch.cuda.CUDAGraph(), x.clone()
             # a checkpoint may be on its way to the disk: what its thread does is no fault of this one's capture
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 found = self.forward(given)

@@ -268,7 +268,7 @@ class Trainer:
             "images_per_second": steps * config.batch_size / self._epoch_seconds,
             "train_seconds": self._epoch_seconds,
             "loader_wait_share": self._epoch_waited / self._epoch_seconds,
-            "peak_memory_bytes": peak_memory(self.device),
+            "peak_memory_bytes": peak_memory(self.device, self.engine.workspace),
         }
         losses = self._all_losses()
         if not losses[1].all():

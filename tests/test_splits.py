@@ -112,19 +112,6 @@ def test_only_training_batches_are_augmented_and_all_are_normalised_as_told(norm
         assert np.ptp(seen, axis=3).max() < 1e-5, "every training image was made gray"
 
 
-@pytest.mark.parametrize(
-    ("image_size", "device", "images"),
-    [
-        (8, "cpu", 512),
-        (32, "cpu", 512),
-        (32, "cuda", 1024),
-        (64, "cuda", 512),
-        (224, "cuda", 41),
-        (224, "cpu", 41),
-        (2000, "cuda", 1),
-    ],
-)
-def test_an_evaluation_batch_holds_few_large_images_and_many_small_ones(
-    image_size: int, device: str, images: int
-) -> None:
-    assert eval_batch(image_size, torch.device(device)) == images
+@pytest.mark.parametrize(("image_size", "images"), [(8, 512), (32, 512), (64, 512), (224, 41), (2000, 1)])
+def test_an_evaluation_batch_holds_few_large_images_and_many_small_ones(image_size: int, images: int) -> None:
+    assert eval_batch(image_size) == images

@@ -13,7 +13,7 @@ from bicovg.data.loader import ImageSource, Loader, MappedImages, TensorImages, 
 from bicovg.distributed import ALONE, Team
 from bicovg.errors import UserError
 
-EVAL_BATCH = 512  # most images of an evaluation's batch; twice as many on a GPU, which small ones leave waiting
+EVAL_BATCH = 512  # most images of an evaluation's batch
 EVAL_PIXELS = 1 << 21  # and at most so many pixels: at 224 px less than a batch of training
 SYNTHETIC_BYTES = 1 << 29  # of the training images, which are made from 64-bit integers
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -175,9 +175,8 @@ def _packed(config: DataConfig) -> Splits:
     )
 
 
-def eval_batch(image_size: int, device: torch.device) -> int:
-    most = EVAL_BATCH if device.type == "cpu" else 2 * EVAL_BATCH
-    return min(most, max(1, EVAL_PIXELS // image_size**2))
+def eval_batch(image_size: int) -> int:
+    return min(EVAL_BATCH, max(1, EVAL_PIXELS // image_size**2))
 
 
 def make_loaders(splits: Splits, config: Config, device: torch.device, team: Team = ALONE) -> dict[str, Loader]:
@@ -193,7 +192,7 @@ def make_loaders(splits: Splits, config: Config, device: torch.device, team: Tea
     def make(source: ImageSource, augmentation: Augmentation | None, ordered: bool, resident: Any = "auto") -> Loader:
         return Loader(
             source,
-            config.train.batch_size if not ordered else min(eval_batch(size, device), len(source)),
+            config.train.batch_size if not ordered else min(eval_batch(size), len(source)),
             seed=config.seed,
             augmentation=augmentation,
             mean=splits.mean,

@@ -46,7 +46,7 @@ bench-cpu: $(VENV)/.dev
 # On a CUDA machine: the tests that need one. `make test` runs their other cases in Triton's interpreter or on the CPU.
 # Of test_stages.py one test: the others fork, which a process that has used a GPU cannot.
 gpu:
-	$(PYTHON) -m pytest -q -rs tests/kernel_cases.py tests/block_cases.py tests/unit_cases.py tests/update_cases.py tests/test_engine.py tests/test_draws.py tests/faults/test_gpu.py tests/test_stages.py::test_a_gpus_own_times_are_shorter_than_those_with_launches --durations=20
+	$(PYTHON) -m pytest -q -rs tests/kernel_cases.py tests/block_cases.py tests/unit_cases.py tests/update_cases.py tests/test_engine.py tests/test_replayed.py tests/test_draws.py tests/faults/test_gpu.py tests/test_stages.py::test_a_gpus_own_times_are_shorter_than_those_with_launches --durations=20
 
 # On a CUDA machine: every kernel at every recipe's shapes, bf16 and float32.
 kernels:

@@ -4,7 +4,7 @@ import math
 import multiprocessing
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import bicovg.kernels.goodness
 import bicovg.kernels.tail  # noqa: F401  (both register their operators)
+from bicovg.config import Config
 from bicovg.recipes import RECIPES
 from bicovg.roofline import trace_layers
 
@@ -48,17 +49,19 @@ BLOCKS = [  # to be timed
 ]  # fmt: skip
 
 
-def recipe_blocks() -> list[Block]:
-    """The exits of every recipe: each shape of goodness (C, H, scales, projections) and of tail (C, H, pool) once.
-
-    Half a batch on each of two GPUs is the same kernel on fewer images.
-    """
-    found: list[Block] = []
-    goodness, tails = set(), set()
+def recipes() -> Iterator[tuple[str, Config]]:
+    """Those that train on these kernels; half a batch on each of two GPUs is the same kernel on fewer images."""
     for name, make in RECIPES.items():
         config = make()
-        if config.model.method != "bicovg" or name.endswith("-2gpu"):
-            continue
+        if config.model.method == "bicovg" and not name.endswith("-2gpu"):
+            yield name, config
+
+
+def recipe_blocks() -> list[Block]:
+    """The exits of every recipe: each shape of goodness (C, H, scales, projections) and of tail (C, H, pool) once."""
+    found: list[Block] = []
+    goodness, tails = set(), set()
+    for name, config in recipes():
         for layer in trace_layers(config):
             scales = tuple(config.model.scales[layer.index]) if config.model.multi_scale else (1,)
             pool = layer.side_after < layer.side

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from kernel_blocks import DEVICE, LAST
+from kernel_blocks import DEVICE, LAST, recipes
 from kernel_checks import Distance, cut_rows, distance, poisoned
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
@@ -11,7 +11,6 @@ from torch.nn.grad import conv2d_weight
 from bicovg.kernels.borders import border_sums_op
 from bicovg.kernels.image import fits_image, image_conv_op, image_conv_weight_op
 from bicovg.offsets import border_sums
-from bicovg.recipes import RECIPES
 from bicovg.roofline import trace_layers
 
 IMAGE, BORDERS = "image convolution", "border sums"
@@ -33,10 +32,7 @@ class Edge(NamedTuple):
 def recipe_edges() -> list[Edge]:
     """Each shape of a recipe's first convolution once, and each of a convolution behind a FAL."""
     found: dict[tuple[object, ...], Edge] = {}
-    for name, make in RECIPES.items():
-        config = make()
-        if config.model.method != "bicovg" or name.endswith("-2gpu"):
-            continue
+    for name, config in recipes():
         for layer in trace_layers(config):
             for kind, here in ((IMAGE, layer.index == 0), (BORDERS, layer.aligned and not layer.differentiated)):
                 edge = Edge(name, kind, config.train.batch_size, layer.before, layer.channels, layer.side)

@@ -1,7 +1,6 @@
 """Engines: compiled, captured and eager steps train the same network, and nothing recompiles after the first steps."""
 
 import functools
-import gc
 import importlib.util
 import itertools
 import subprocess
@@ -24,7 +23,6 @@ from bicovg.data.splits import load_splits, make_loaders
 from bicovg.engine import CompiledEngine, EagerEngine, TrainingState
 from bicovg.errors import UserError
 from bicovg.goodness import BiCovG
-from bicovg.gpu_memory import spare_memory
 from bicovg.optim import make_optimizers
 from bicovg.preparation import build_on
 from bicovg.recipes import get_recipe
@@ -78,9 +76,9 @@ def compare_compiled() -> None:
     assert compiled[-1].sum() < compiled[0].sum()
 
 
-def check_in_a_process(call: str) -> None:
+def check_in_a_process(call: str, module: str = __name__) -> None:
     """The test run checks shapes at every call, which the compiler cannot trace."""
-    code = f"import torch; torch.set_num_threads(1); import test_engine; test_engine.{call}"
+    code = f"import torch; torch.set_num_threads(1); import {module}; {module}.{call}"
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -265,132 +263,6 @@ def test_without_overlap_only_small_blocks_gradients_are_made_aside(
     net = build_on(config, torch.device("meta"))
     move_aside(net, config)
     assert [block.index for block in net.modules() if isinstance(block, Block) and block.aside] == list(blocks)
-
-
-def train_and_judge(config: Config, parts: tuple[int, ...]) -> tuple[GraphEngine, Tensor]:
-    """Six epochs, each followed by an evaluation of so many images, replayed and not; the engine and its losses."""
-    engine = make(GraphEngine, config, "cuda")
-    assert isinstance(engine, GraphEngine)
-    size = engine.loader.assemble(engine.indices, 0).images.shape[1:]
-    images, curve = torch.randn(max(parts, default=1), *size, device="cuda"), []
-    for epoch in range(6):
-        curve += [loss.clone() for loss in engine.steps(epoch)]
-        engine.net.eval()
-        for part in parts:
-            with torch.no_grad():
-                found, known = engine.judge(images[:part]), EagerEngine.judge(engine, images[:part])
-            assert torch.equal(found, known), (epoch, part, (found - known).abs().max())
-    return engine, torch.stack(curve)
-
-
-def as_in_training() -> None:
-    """What the command line and ``choose_engine`` set, but for algorithms that differ from search to search."""
-    spare_memory()
-    torch.backends.cudnn.deterministic = True
-
-
-def compare_evaluations(recipe: str, precision: str) -> None:
-    """Replayed logits are the eager ones, before and after the weights have moved; training does not notice."""
-    as_in_training()
-    config = override(get_recipe(recipe), {"train.device": "cuda", "train.precision": precision, "train.epochs": 8})
-    engine, evaluated = train_and_judge(config, (400, 20))
-    assert engine.replayed is not None
-    assert len(engine.replayed.captures) == 2
-    del engine
-    gc.collect()
-    engine, alone = train_and_judge(config, ())
-    assert engine.replayed is None
-    assert torch.equal(evaluated, alone), (evaluated - alone).abs().max()
-
-
-def compare_failed_capture() -> None:
-    """A forward pass that cannot be captured is called as it is, and training does not notice."""
-    as_in_training()
-    config = override(get_recipe("digits"), {"train.device": "cuda", "train.precision": "bfloat16", "train.epochs": 8})
-    judge, waits = EagerEngine.judge, []
-
-    def waiting(engine: EagerEngine, images: Tensor) -> Tensor:
-        logits = judge(engine, images)
-        waits.append(logits.sum().item())
-        return logits
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EagerEngine, "judge", waiting)
-        engine, evaluated = train_and_judge(config, (400, 20))
-    assert engine.replayed is not None
-    assert engine.replayed.failed
-    assert not engine.replayed.captures
-    del engine
-    gc.collect()
-    assert torch.equal(evaluated, train_and_judge(config, ())[1])
-
-
-@NEEDS_GPU
-@pytest.mark.parametrize(
-    ("recipe", "precision"), [("digits-hgb2", "bfloat16"), ("digits", "float32"), ("digits-bp", "bfloat16")]
-)
-def test_a_replayed_evaluation_is_the_eager_one_and_changes_no_training(recipe: str, precision: str) -> None:
-    check_in_a_process(f"compare_evaluations({recipe!r}, {precision!r})")
-
-
-@NEEDS_GPU
-def test_an_evaluation_that_cannot_be_captured_changes_no_training() -> None:
-    check_in_a_process("compare_failed_capture()")
-
-
-class Captured:
-    """In the place of a captured step."""
-
-    def pool(self) -> str:
-        return "the step's memory"
-
-
-def test_evaluations_are_replayed_once_there_is_a_captured_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-
-    class Replayed:
-        def __init__(self, forward: Callable[[Tensor], Tensor], pool: str) -> None:
-            self.forward = forward
-            made.append(pool)
-
-        def __call__(self, images: Tensor) -> Tensor:
-            return -self.forward(images)
-
-    monkeypatch.setattr(bicovg.captured, "ReplayedForward", Replayed)
-    plain = make(EagerEngine, small_config())
-    engine = GraphEngine.__new__(GraphEngine)
-    EagerEngine.__init__(engine, plain.net, plain.optimizers, plain.config, plain.loader)
-    engine.graph, engine.replays, engine.replayed = None, True, None
-    images = plain.loader.assemble(torch.arange(6), 0).images
-    engine.net.eval()
-    with torch.no_grad():
-        known = plain.judge(images)
-        assert torch.equal(engine.judge(images), known)
-        engine.graph, engine.replays = Captured(), False  # type: ignore[assignment]
-        assert torch.equal(engine.judge(images), known)
-        engine.replays = True
-        for _ in range(2):
-            assert torch.equal(engine.judge(images), -known)
-        assert made == ["the step's memory"]
-        engine.net.train()
-        with pytest.raises(AssertionError, match="a graph of training"):
-            engine.judge(images)
-
-
-def test_an_engine_judges_as_its_network_does_in_the_runs_precision() -> None:
-    answers = []
-    for precision in ("float32", "bfloat16"):
-        engine = make(EagerEngine, small_config(**{"train.precision": precision}))
-        images = engine.loader.assemble(torch.arange(6), 0).images
-        engine.net.eval()
-        with torch.no_grad():
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bfloat16"):
-                known = engine.net(images)
-            found = engine.judge(images)
-        assert found.dtype == torch.float32
-        assert torch.equal(found, known.float())
-        answers.append(found)
-    assert not torch.equal(*answers)
 
 
 def compare_streams(recipe: str) -> None:

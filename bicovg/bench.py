@@ -17,7 +17,15 @@ from typing import Any
 
 from bicovg.bench_cases import BARE, BASELINE, CONSTANT, FAL, STRICT, Case, make_cases, pick_cases
 from bicovg.bench_client import OUT_OF_TIME, Answer, Deadline, Worker
-from bicovg.bench_report import describe_case, merge_results, print_rows, print_side_by_side, results_path
+from bicovg.bench_report import (
+    describe_case,
+    find_timed,
+    merge_memory,
+    merge_results,
+    print_rows,
+    print_side_by_side,
+    results_path,
+)
 from bicovg.bench_turns import Round, Side, compare_sides
 from bicovg.config import Config, override, walk_settings
 from bicovg.errors import UserError
@@ -52,6 +60,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     text = "instead: what this many stages of units would gain on as many devices, predicted and, if possible, measured"
     parser.add_argument("--stages", type=int, nargs="+", metavar="N", help=text)
     parser.add_argument("--smallest-memory", action="store_true", help="search the smallest memory that still runs")
+    text = "memory alone, which may be measured beside other work; speeds that the results have stay"
+    parser.add_argument("--untimed", action="store_true", help=text)
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop cleanly with what there is")
     parser.add_argument("--out", metavar="JSON", help="default benchmarks/results/<gpu>-torch<version>-<recipe>.json")
     for setting in walk_settings(Config()):
@@ -72,18 +82,23 @@ def run(config: Config, args: argparse.Namespace) -> int:
         from bicovg.bench_stages import run_stages
 
         return run_stages(config, args, Bench(args, config.train.device).machine)
+    if args.untimed and (args.ab is not None or args.engine == "fastest"):
+        raise UserError("--untimed measures memory alone; --ab and --engine fastest compare speeds: choose one")
     cases = make_cases(config)
     with closing(Bench(args, config.train.device)) as bench:
+        path = results_path(args.out, bench.machine, config.recipe)
         if args.ab is None:
-            rows = bench.measure_all(pick_cases(cases, args.only))
+            chosen = pick_cases(cases, args.only)
+            if args.untimed:
+                find_timed(path, config.recipe, [{**describe_case(c), "engine_asked": args.engine} for c in chosen])
+            rows = bench.measure_all(chosen)
             written = {"rows": rows}
             print_rows(rows, config)
         else:
             table = bench.measure_side_by_side(pick_cases(cases, args.ab or TURNS))
             rows, written = table["sides"], {"side_by_side": [table]}
             print_side_by_side(table, config)
-    path = results_path(args.out, bench.machine, config.recipe)
-    merge_results(path, config, bench.machine, **written)
+    (merge_memory if args.untimed else merge_results)(path, config, bench.machine, **written)
     print(f"written: {path}")
     return 0 if any(row["status"] == "ok" for row in rows) else 1
 
@@ -149,7 +164,7 @@ class Bench:
         with self.take_worker() as worker:
             self.start_ahead(1)
             built = self.build(worker, case, engine)
-            if "error" in built:
+            if "error" in built or self.args.untimed:
                 return self.row(case, engine, built)
             timed = worker.ask({"do": "time", "steps": self.args.steps, "repeats": self.args.repeats})
             return self.row(case, engine, {**built, **timed})
@@ -279,4 +294,5 @@ def spread(blocks: list[float], median: float | None) -> dict[str, Any]:
 
 def summary_line(row: Row) -> str:
     speed = row["images_per_second"]["median"]
-    return f"{row['name']}: " + (f"{speed:.0f} img/s, engine {row['engine']}" if speed else str(row["reason"]))
+    found = f"{speed:.0f} img/s, engine {row['engine']}" if speed else f"engine {row['engine']}, not timed"
+    return f"{row['name']}: {found if row['status'] == 'ok' else row['reason']}"

@@ -65,7 +65,35 @@ def merge_results(path: Path, config: Config, machine: dict[str, Any], **section
         new = {row_key(row) for row in rows}
         kept = [row for row in found[name] if row_key(row) not in new]
         found[name] = kept + [{**row, "run": this["id"]} for row in rows]
-    used = {row["run"] for name in ("rows", "side_by_side") for row in found[name]}
+    write_results(path, found, this)
+
+
+def find_timed(path: Path, recipe: str, rows: list[Row]) -> tuple[dict[str, Any], dict[str, Row]]:
+    """A results file, and its rows by their keys, among them one of every configuration in ``rows``."""
+    found = read_results(path, recipe)
+    timed = {row_key(row): row for row in found["rows"] if row["status"] == "ok"}
+    missing = [row["name"] for row in rows if row_key(row) not in timed]
+    if missing:
+        raise UserError(f"{path} has no speed of {', '.join(missing)} in this engine: measure without --untimed first")
+    return found, timed
+
+
+def merge_memory(path: Path, config: Config, machine: dict[str, Any], rows: list[Row]) -> None:
+    """Put the memory of new rows in the place of that of older ones of the same configuration, whose speeds stay.
+
+    What failed changes nothing. ``memory_run`` of a row is the run its memory came from, where that is another.
+    """
+    found, timed = find_timed(path, config.recipe, rows)
+    this = {"id": max(entry["id"] for entry in found["runs"]) + 1, **describe_run(machine)}
+    for row in (row for row in rows if row["status"] == "ok"):
+        timed[row_key(row)].update(memory=row["memory"], memory_run=this["id"])
+    write_results(path, found, this)
+
+
+def write_results(path: Path, found: dict[str, Any], this: dict[str, Any]) -> None:
+    """Write the file with the runs, this one among them, that its rows name."""
+    rows = [row for name in ("rows", "side_by_side") for row in found[name]]
+    used = {row["run"] for row in rows} | {row["memory_run"] for row in rows if "memory_run" in row}
     found["runs"] = [entry for entry in [*found["runs"], this] if entry["id"] in used]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -277,6 +277,55 @@ def test_a_second_run_replaces_its_own_rows_and_keeps_the_others(tmp_path: Path)
     assert [run["id"] for run in read(path)["runs"]] == [1, 2]  # nothing names run 0 any more
 
 
+@pytest.mark.usefixtures("_local_workers")
+def test_untimed_renews_memory_and_keeps_speeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "bench.json"
+    words = ["bench", "digits", *TINY, "--out", str(out), "--only", "strict"]
+    assert main([*words, "end-to-end"]) == 0
+    before = read(out)
+    before["rows"][0]["memory"] = before["rows"][1]["memory"] = {"saved_bytes": 1}
+    out.write_text(json.dumps(before))
+    answer = LocalWorker.answer
+
+    def untimed(worker: LocalWorker, request: dict[str, Any]) -> dict[str, Any]:
+        assert request["do"] != "time"
+        return answer(worker, request)
+
+    monkeypatch.setattr(LocalWorker, "answer", untimed)
+    assert main([*words, "--untimed"]) == 0
+    found = read(out)
+    strict, whole = found["rows"]
+    assert strict["memory"]["saved_bytes"] > 1
+    assert strict["images_per_second"] == before["rows"][0]["images_per_second"]
+    assert (strict["run"], strict["memory_run"]) == (0, 1)
+    assert whole == before["rows"][1]
+    assert [run["id"] for run in found["runs"]] == [0, 1]
+    assert main([*words, "--untimed"]) == 0
+    assert [run["id"] for run in read(out)["runs"]] == [0, 2]
+
+
+@pytest.mark.usefixtures("_local_workers")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--only", "strict", "end-to-end"], "has no speed of end-to-end in this engine"),
+        (["--only", "strict", "--engine", "eager"], "has no speed of strict in this engine"),
+        (["--only", "strict", "--engine", "fastest"], "--untimed measures memory alone"),
+        (["--ab"], "--untimed measures memory alone"),
+    ],
+)
+def test_untimed_measures_nothing_that_has_no_speed_yet(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "bench.json"
+    assert main(["bench", "digits", *TINY, "--out", str(out), "--only", "strict"]) == 0
+    before = out.read_bytes()
+    monkeypatch.setattr(bicovg.bench.Bench, "measure_in", lambda *_: pytest.fail("measured"))
+    assert main(["bench", "digits", *TINY, "--out", str(out), *words, "--untimed"]) == 2
+    assert said in capsys.readouterr().err
+    assert out.read_bytes() == before
+
+
 def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     for text in ("[]", "not json", '{"recipe": "cifar100-bp", "runs": [], "rows": [], "side_by_side": []}'):

@@ -100,13 +100,14 @@ def efficiency_table() -> str:
         share = f"{peak / peak_bytes(baseline[0]):.2f}" if baseline else "-"
         known = [f"{row['parameters']:,}", f"{row['images_per_second']['median']:.0f}", f"{peak / 1e9:.2f}", share]
         known += [f"{peak_bytes(row, field) / 1e9:.2f}" if row["memory"].get(field) else "" for field in OTHER_MEMORY]
-        rows.append([name, *known, *paper, describe_machine(machine)])
+        rows.append([name, *known, *paper, describe_machine(machine) + machine["memory_by"]])
     return markdown(header, rows)
 
 
 def bench_rows(config: Config) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """(row, machine) by configuration, at a recipe's image size, batch and precision.
 
+    ``memory_by`` of a machine names the commit that a row's memory was measured at, where that is another run's.
     Rows measured in turns are taken where there are no others.
     """
     wanted = (config.data.image_size, config.train.batch_size, config.train.precision)
@@ -118,7 +119,9 @@ def bench_rows(config: Config) -> dict[str, tuple[dict[str, Any], dict[str, Any]
             on_gpu = row["memory"]["steady_bytes"] is not None
             same = (row["image_size"], row["batch_size"], row["precision"]) == wanted
             if same and row["status"] == "ok" and on_gpu:
-                found[row["name"]] = row, machines[run]
+                other = machines.get(row.get("memory_run"))
+                by = "" if other is None else f" (memory: {shorten(other['commit'])})"
+                found[row["name"]] = row, {**machines[run], "memory_by": by}
     return found
 
 

@@ -152,7 +152,7 @@ def train_and_judge(config: Config, parts: tuple[int, ...]) -> tuple[GraphEngine
     engine = make(GraphEngine, config, "cuda")
     assert isinstance(engine, GraphEngine)
     size = engine.loader.assemble(engine.indices, 0).images.shape[1:]
-    images, curve = torch.randn(max(parts, default=1), *size, device="cuda"), []
+    images, curve = torch.randn(max(parts, default=1), *size).cuda(), []  # a failed capture keeps the GPU's generator
     for epoch in range(6):
         curve += [loss.clone() for loss in engine.steps(epoch)]
         engine.net.eval()

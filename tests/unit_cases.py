@@ -16,7 +16,7 @@ from bicovg.blocks import Block
 from bicovg.kernels import block, borders, image, loss, tail
 from bicovg.networks import local_network
 from bicovg.offsets import border_sums
-from bicovg.signals import assign_gradients
+from bicovg.signals import assign_gradients, wake_autograd
 from bicovg.step import local_step
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
@@ -37,6 +37,7 @@ def test_fused_units_learn_like_plain_ones(alignment: bool) -> None:
 def compare_with_plain(**options: object) -> None:
     """Three steps of a net on the kernels and on the plain functions: equal losses, weights and statistics."""
     torch.use_deterministic_algorithms(False)
+    wake_autograd(torch.device(DEVICE))
     images = torch.rand(2, 3, 8, 8, device=DEVICE)
     labels, keys = torch.tensor([0, 2], device=DEVICE), torch.arange(2, device=DEVICE)
     nets = []

@@ -276,8 +276,10 @@ def test_the_table_of_times_holds_full_runs_alone(tmp_path: Path) -> None:
     entry = records["whole"]["runs"][0]
     entry |= {"wall_seconds": 301.4, "images_per_second": 77036.2, "peak_memory_bytes": 1_090_000_000}
     entry |= {"gpu": "GPU", "torch": "2.0+x"}
+    records["whole"]["seeds"] = [0, 1]
+    records["whole"]["runs"].append({**entry, "seed": 1, "wall_seconds": 454.6, "peak_memory_bytes": None})
     rows = TABLES["times"](records).splitlines()[2:]
-    assert rows == ["| whole | 400 | 1 | 301 | 77036 | 1.09 | GPU, torch 2.0 |"]
+    assert rows == ["| whole | 400 | 0, 1 | 301, 455 | 77036, 77036 | 1.09, - | GPU, torch 2.0 |"]
 
 
 def test_the_speed_table_shows_what_was_measured_in_turns_on_a_gpu(

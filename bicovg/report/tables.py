@@ -249,7 +249,9 @@ def blocks_computed(points: Sequence[dict[str, Any]], record: Record) -> str:
 
 
 def times_table(records: Records) -> str:
-    """What full runs took, of the real data sets: evaluations included, one seed's mean where there are several."""
+    """What full runs of the real data sets took, evaluations included: seed by seed, as some had the device to
+    themselves and some had not.
+    """
     header = ["record", "epochs", "seeds", "wall time, s", "images/s, median of epochs", "peak GB", "measured on"]
     rows = []
     for record in records.values():
@@ -258,10 +260,15 @@ def times_table(records: Records) -> str:
                 seed_values(record, key) for key in ("wall_seconds", "images_per_second", "peak_memory_bytes")
             )
             places = {f"{run['gpu'] or 'CPU'}, torch {(run['torch'] or '?').split('+')[0]}" for run in record["runs"]}
-            known = [record["name"], length(record), str(len(record["seeds"])), cell(seconds, 0)]
-            peak = cell([None if one is None else one / 1e9 for one in peaks])
-            rows.append([*known, cell(speeds, 0), peak, "; ".join(sorted(places))])
+            known = [record["name"], length(record), ", ".join(map(str, record["seeds"])), each(seconds, 0)]
+            peak = each([None if one is None else one / 1e9 for one in peaks])
+            rows.append([*known, each(speeds, 0), peak, "; ".join(sorted(places))])
     return markdown(header, rows or [[NOT_RUN, *[""] * (len(header) - 1)]])
+
+
+def each(values: Sequence[float | None], digits: int = 2) -> str:
+    """Every seed's value."""
+    return ", ".join("-" if value is None else f"{value:.{digits}f}" for value in values)
 
 
 def engines_table() -> str:

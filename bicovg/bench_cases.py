@@ -27,17 +27,15 @@ class Case:
     """One configuration.
 
     Attributes:
-        accumulate: micro-batches whose gradients are added up before the step; batch norm sees each by itself.
         stand_in: what takes goodness' place (see ``bicovg.bench_variants``), None for goodness itself.
     """
 
     name: str
     config: Config
-    accumulate: int = 1
     stand_in: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        return {"config": asdict(self.config), "accumulate": self.accumulate, "stand_in": self.stand_in}
+        return {"config": asdict(self.config), "stand_in": self.stand_in}
 
 
 def make_cases(config: Config) -> dict[str, Case]:
@@ -49,29 +47,33 @@ def make_cases(config: Config) -> dict[str, Case]:
         )
     cases: dict[str, Case] = {}
 
-    def add(name: str, changes: dict[str, Any], accumulate: int = 1, stand_in: str | None = None) -> None:
+    def add(name: str, changes: dict[str, Any], stand_in: str | None = None) -> None:
         plain: dict[str, Any] = {
             "model.scope": "strict",
             "model.group_size": 1,
             "model.alignment": False,
             "model.exits": "last",
             "model.checkpointing": False,
+            "train.micro_batches": 1,
         }
-        cases[name] = Case(name, override(config, {**plain, **changes}), accumulate, stand_in)
+        cases[name] = Case(name, override(config, {**plain, **changes}), stand_in)
 
     end_to_end = {"model.scope": "end-to-end"}
     add(STRICT, {})
     add(FAL, {"model.alignment": True})
     add(CONSTANT, FROZEN, stand_in="constant")
     add(BARE, FROZEN, stand_in="bare")
+    micro = {parts: {"train.micro_batches": parts} for parts in MICRO_BATCHES if config.train.batch_size % parts == 0}
+    for parts, changes in micro.items():
+        add(f"{STRICT}-accumulate-{parts}", changes)
     for m in (m for m in UNIT_BLOCKS if len(config.model.channels) % m == 0):
         for schedule in ("interleaved", "summed"):
             units = {"model.scope": "hgb", "model.group_size": m, "model.alignment": True}
             add(f"hgb-{m}-{schedule}", {**units, "train.schedule": schedule})
     add(BASELINE, end_to_end)
     add(f"{BASELINE}-checkpointed", {**end_to_end, "model.checkpointing": True})
-    for parts in (parts for parts in MICRO_BATCHES if config.train.batch_size % parts == 0):
-        add(f"{BASELINE}-accumulate-{parts}", end_to_end, accumulate=parts)
+    for parts, changes in micro.items():
+        add(f"{BASELINE}-accumulate-{parts}", {**end_to_end, **changes})
     if config.model.channels == VGG16.channels:
         add("classic", {f"model.{field}": value for field, value in CLASSIC.items()})
     return cases

@@ -28,7 +28,7 @@ def describe_case(case: Case) -> Row:
         "alignment": model.alignment,
         "schedule": train.schedule,
         "checkpointing": model.checkpointing,
-        "micro_batches": case.accumulate,
+        "micro_batches": train.micro_batches,
         "goodness_stand_in": case.stand_in,
         "width": model.width,
         "batch_size": train.batch_size,

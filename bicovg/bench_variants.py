@@ -1,4 +1,4 @@
-"""What a benchmark changes in a network before it trains: gradient accumulation, and steps without goodness.
+"""What a benchmark changes in a network before it trains: steps without goodness.
 
 Without goodness, a block still needs a gradient, or its convolution would be spared the weight gradient as well. Two
 stand-ins feed the readout a constant and hand back a gradient that costs nothing to make:
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from bicovg.blocks import Block
 from bicovg.goodness import BiCovG
 from bicovg.networks import LocalNetwork
-from bicovg.signals import Credit, assign_gradients
 
 
 class ConstantGoodness(nn.Module):
@@ -118,35 +117,3 @@ def _finish_without(
         return h, readout(constant)
 
     return finish
-
-
-def accumulate_gradients(unit: nn.Module, parts: int) -> None:
-    """Let a unit that emits nothing learn from ``parts`` micro-batches one after the other: the mean of their losses.
-
-    Equal to the whole batch but for batch norm, which sees each micro-batch by itself.
-    """
-    learn: Callable[..., Credit] = unit.learn  # type: ignore[assignment]
-
-    def learn_in_parts(x: Tensor, labels: Tensor, keys: Tensor | None = None, emit: bool = True) -> Credit:
-        assert not emit, "only the last unit can accumulate: others would need to join their outputs"
-        pieces = [None] * parts if keys is None else keys.chunk(parts)
-        losses: list[Tensor] = []
-        for images, targets, mine in zip(x.chunk(parts), labels.chunk(parts), pieces, strict=True):
-            credit = learn(images, targets, mine, False)
-            credit.roots = [(loss / parts, grad) for loss, grad in credit.roots]
-            losses.append(credit.losses)
-            if len(losses) < parts:
-                assign_gradients([credit])
-                gather_aside(unit)
-                del credit
-        credit.losses = torch.stack(losses).mean(dim=0)
-        return credit
-
-    unit.learn = learn_in_parts  # type: ignore[assignment]
-
-
-def gather_aside(unit: nn.Module) -> None:
-    """Wait for weight gradients on another stream, and let go what they read."""
-    for block in unit.modules():
-        if isinstance(block, Block) and block.aside is not None:
-            block.aside.gather()

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bicovg.bench_variants import accumulate_gradients, replace_goodness
+from bicovg.bench_variants import replace_goodness
 from bicovg.captured import GraphEngine
 from bicovg.choosing import make_engine
 from bicovg.config import Config, from_json, override
@@ -86,8 +86,6 @@ class Session:
         self.net = build_on(config, self.device)
         if request["stand_in"]:
             replace_goodness(self.net, request["stand_in"])
-        if request["accumulate"] > 1:
-            accumulate_gradients(self.net.units[-1], request["accumulate"])
         optimizers = make_optimizers(self.net, config.optim, self.device)
         self.loader = synthetic_loader(config, self.device)
         self.engine = build_engine(request["engine"], self.net, optimizers, config, self.loader)

@@ -100,6 +100,9 @@ class TrainConfig:
 
     epochs: int = _field(30, "passes over the training images", low=1)
     batch_size: int = _field(64, "images per step, over all processes", low=1)
+    micro_batches: int = _field(
+        1, "parts of a batch that pass one after the other, for memory; batch norm sees each by itself", low=1
+    )
     schedule: str = _field(
         "interleaved", "interleaved (one unit alive at a time) or summed", choices=("interleaved", "summed")
     )

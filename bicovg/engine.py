@@ -120,6 +120,7 @@ class EagerEngine:
             guard=self.guard,
             lanes=self.lanes,
             reduction=self.reduction,
+            micro_batches=train.micro_batches,
         )
 
 

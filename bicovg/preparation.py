@@ -48,6 +48,9 @@ def check_config(config: Config) -> None:
         raise UserError(f"this network cannot be built: {str(error).splitlines()[0]}") from None
     if train.batch_norm_stats == "synced" and config.model.checkpointing:
         raise UserError("--train.batch_norm_stats synced does not go with --model.checkpointing true: use one of them")
+    if train.micro_batches > 1 and train.stages > 1:
+        both = f"--train.micro_batches {train.micro_batches} does not go with --train.stages {train.stages}"
+        raise UserError(f"{both}: use one of them")
     if train.engine not in ENGINES:
         raise UserError(f"--train.engine {train.engine!r} is unknown: choose one of {', '.join(ENGINES)}")
 
@@ -89,7 +92,14 @@ def check_fit(config: Config, splits: Splits, net: LocalNetwork, team: Team) -> 
             f"--train.batch_size {count} has {places} pixels with their padding, above {MAX_PLACES - 1}: lower it, or "
             "--data.augment.crop_pad"
         )
-    check_norms(net, data.image_size, count if config.train.batch_norm_stats == "synced" else count // team.data)
+    parts, share = config.train.micro_batches, count // team.data
+    if share % parts:
+        whose = "" if team.data == 1 else f", {share} of them in each of {team.data} processes,"
+        raise UserError(
+            f"--train.batch_size {count}{whose} cannot be cut into --train.micro_batches {parts} equal parts: "
+            f"choose a divisor of {share}"
+        )
+    check_norms(net, data.image_size, (count if config.train.batch_norm_stats == "synced" else share) // parts)
 
 
 def check_norms(net: LocalNetwork, side: int, images: int) -> None:
@@ -99,7 +109,8 @@ def check_norms(net: LocalNetwork, side: int, images: int) -> None:
         if block.norm is not None and images * side * side == 1:
             raise UserError(
                 f"block {block.index}: batch norm needs more than one value a channel and has a 1x1 map of one image: "
-                "use a larger --train.batch_size, fewer --model.pools, or --model.batch_norm false"
+                "use a larger --train.batch_size, fewer --train.micro_batches or --model.pools, or "
+                "--model.batch_norm false"
             )
         side = side // 2 if block.pool else side
 

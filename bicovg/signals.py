@@ -61,17 +61,20 @@ def delta_credit(output: Tensor | None, losses: Tensor, updates: Iterable[tuple[
     return Credit(output, losses, updates=list(updates))
 
 
-def assign_gradients(credits: Sequence[Credit]) -> None:
-    """Turn credit into ``.grad``: one backward over all roots, then the explicit updates.
+def assign_gradients(credits: Sequence[Credit], share: float = 1.0) -> None:
+    """Turn credit, or a ``share`` of it, into ``.grad``: one backward over all roots, then the explicit updates.
 
     Autocast is off meanwhile: every product is differentiated in the type it was computed in, the readouts' in float32.
     """
     roots = [root for credit in credits for root in credit.roots]
+    if share != 1:
+        roots = [(root * share, None) if grad is None else (root, grad * share) for root, grad in roots]
     if roots:
         with torch.autocast(roots[0][0].device.type, enabled=False):
             torch.autograd.backward([tensor for tensor, _ in roots], [grad for _, grad in roots])
     for credit in credits:
-        for parameter, delta in credit.updates:
+        for parameter, whole in credit.updates:
+            delta = whole if share == 1 else whole * share
             parameter.grad = -delta if parameter.grad is None else parameter.grad - delta
 
 

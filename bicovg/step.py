@@ -41,6 +41,7 @@ def local_step(
     guard: Guard | None = None,
     lanes: OneLane | None = None,
     reduction: NoReduction | None = None,
+    micro_batches: int = 1,
 ) -> Float[Tensor, " e"]:
     """Train every unit once on one batch.
 
@@ -52,6 +53,8 @@ def local_step(
         guard: holds back a unit, and those after it, whose loss or gradient is not finite.
         lanes: GPU streams for interleaved units to overlap on.
         reduction: averages each unit's gradients over several processes.
+        micro_batches: equal parts of the batch that pass one after the other, for memory; their gradients are averaged.
+            Batch norm sees each part by itself.
 
     Returns:
         The loss of every exit.
@@ -70,6 +73,7 @@ def local_step(
         guard=guard,
         lanes=lanes,
         reduction=reduction,
+        micro_batches=micro_batches,
     )
 
 
@@ -87,18 +91,19 @@ def prepared_step(
     guard: Guard | None,
     lanes: OneLane | None,
     reduction: NoReduction | None,
+    micro_batches: int = 1,
 ) -> Float[Tensor, " e"]:
     """``local_step`` from the first unit's input on."""
     check_step(schedule, clip_norm, clip_scope, precision)
     if len(optimizers) != len(net.units):
         raise ValueError(f"{len(optimizers)} optimizers for {len(net.units)} units: give one per unit")
     net.train()
-    dtype = PRECISIONS[precision]
+    dtype, parts = PRECISIONS[precision], cut_batch(x, labels, keys, micro_batches)
     watch, shared = Unguarded() if guard is None else guard, reduction or NoReduction()
     with watch, torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None):
         if schedule == "summed":
-            return _summed(net, optimizers, x, labels, keys, clip_norm, clip_scope, watch, shared)
-        return _interleaved(net, optimizers, x, labels, keys, clip_norm, watch, lanes or OneLane(), shared)
+            return _summed(net, optimizers, parts, clip_norm, clip_scope, watch, shared)
+        return _interleaved(net, optimizers, parts, clip_norm, watch, lanes or OneLane(), shared)
 
 
 def check_step(schedule: str, clip_norm: float | None, clip_scope: str, precision: str | None) -> None:
@@ -120,12 +125,25 @@ def check_step(schedule: str, clip_norm: float | None, clip_scope: str, precisio
         )
 
 
+Part = tuple[Tensor, Tensor, Tensor | None]  # images, labels, keys
+
+
+def cut_batch(x: Tensor, labels: Tensor, keys: Tensor | None, parts: int) -> list[Part]:
+    """A batch in equal parts."""
+    if parts == 1:
+        return [(x, labels, keys)]
+    if parts < 1 or len(x) % parts:
+        raise ValueError(
+            f"{len(x)} images cannot be cut into {parts} equal micro-batches: choose a divisor of {len(x)}"
+        )
+    pieces = [None] * parts if keys is None else keys.chunk(parts)
+    return list(zip(x.chunk(parts), labels.chunk(parts), pieces, strict=True))
+
+
 def _interleaved(
     net: LocalNetwork,
     optimizers: Sequence[Optimizer],
-    x: Tensor | None,
-    labels: Tensor,
-    keys: Tensor | None,
+    parts: Sequence[Part],
     clip_norm: float | None,
     guard: Unguarded,
     lanes: OneLane,
@@ -138,49 +156,66 @@ def _interleaved(
         reduction.collect(index)
         guard.finish(index, net.units[index], losses[index], optimizers[index], clip_norm, lanes)
 
-    for index, unit in enumerate(net.units):
-        with lanes.lane(index):
-            credit = unit.learn(x, labels, keys, emit=net.hands_on or index + 1 < len(net.units))  # type: ignore[operator]
-            x = lanes.hand_over(credit.output)
-            losses.append(credit.losses)
-            assign_gradients([credit])
-            lanes.gather()
-            del credit  # the unit's graph goes here, before the next unit builds its own
-            reduction.launch(index, unit, losses[-1])
-            waiting.append(index)
-            if len(waiting) > reduction.lag:
-                finish(waiting.popleft())
+    for number, (images, labels, keys) in enumerate(parts, 1):
+        x: Tensor | None = images
+        for index, unit in enumerate(net.units):
+            with lanes.lane(index):
+                credit = unit.learn(x, labels, keys, emit=net.hands_on or index + 1 < len(net.units))  # type: ignore[operator]
+                x = lanes.hand_over(credit.output)
+                _note_losses(losses, index, credit.losses, len(parts))
+                assign_gradients([credit], 1 / len(parts))
+                lanes.gather()
+                del credit  # the unit's graph goes here, before the next unit builds its own
+                if number == len(parts):
+                    reduction.launch(index, unit, losses[index])
+                    waiting.append(index)
+                    if len(waiting) > reduction.lag:
+                        finish(waiting.popleft())
+        if number < len(parts):
+            lanes.join()
     for index in waiting:
         finish(index)
     lanes.join()
     return torch.cat(losses)
 
 
+def _note_losses(losses: list[Tensor], index: int, found: Tensor, parts: int) -> None:
+    """Gather the mean of a unit's losses over the parts of the batch."""
+    found = found if parts == 1 else found / parts
+    if index == len(losses):
+        losses.append(found)
+    else:
+        losses[index] = losses[index] + found
+
+
 def _summed(
     net: LocalNetwork,
     optimizers: Sequence[Optimizer],
-    x: Tensor | None,
-    labels: Tensor,
-    keys: Tensor | None,
+    parts: Sequence[Part],
     clip_norm: float | None,
     clip_scope: str,
     guard: Unguarded,
     reduction: NoReduction,
 ) -> Tensor:
-    credits: list[Credit] = []
-    for index, unit in enumerate(net.units):
-        credits.append(unit.learn(x, labels, keys, emit=index + 1 < len(net.units)))  # type: ignore[operator]
-        x = credits[-1].output
-    assign_gradients(credits)
-    for index, (unit, credit) in enumerate(zip(net.units, credits, strict=True)):
-        reduction.launch(index, unit, credit.losses)
-    for index, (unit, credit) in enumerate(zip(net.units, credits, strict=True)):
+    losses: list[Tensor] = []
+    for images, labels, keys in parts:
+        x: Tensor | None = images
+        credits: list[Credit] = []
+        for index, unit in enumerate(net.units):
+            credits.append(unit.learn(x, labels, keys, emit=index + 1 < len(net.units)))  # type: ignore[operator]
+            x = credits[-1].output
+            _note_losses(losses, index, credits[-1].losses, len(parts))
+        assign_gradients(credits, 1 / len(parts))
+        del credits
+    for index, (unit, found) in enumerate(zip(net.units, losses, strict=True)):
+        reduction.launch(index, unit, found)
+    for index, (unit, found) in enumerate(zip(net.units, losses, strict=True)):
         reduction.collect(index)
         norm = clip_gradients(unit, clip_norm) if clip_norm is not None and clip_scope == "unit" else None
-        guard.check(index, credit.losses, norm)
+        guard.check(index, found, norm)
     if clip_norm is not None and clip_scope == "global":
         clip_gradients(net, clip_norm)
     for index, optimizer in enumerate(optimizers):
         guard.step(index, optimizer)
         optimizer.zero_grad()
-    return torch.cat([credit.losses for credit in credits])
+    return torch.cat(losses)

@@ -10,11 +10,12 @@ import torch
 
 from bicovg.bench_cases import make_cases, pick_cases
 from bicovg.bench_client import OUT_OF_TIME, Deadline, Worker
-from bicovg.bench_variants import accumulate_gradients, replace_goodness
+from bicovg.bench_report import describe_case
+from bicovg.bench_variants import replace_goodness
 from bicovg.bench_worker import Server
 from bicovg.config import override
 from bicovg.errors import UserError
-from bicovg.networks import LocalNetwork, local_network
+from bicovg.networks import local_network
 from bicovg.profiling import graph_workspace, peak_memory, reset_peak_memory, time_steps
 from bicovg.recipes import get_recipe
 from bicovg.signals import assign_gradients
@@ -56,8 +57,16 @@ def test_every_case_keeps_the_recipes_data_batch_precision_and_clip() -> None:
     config = get_recipe("imagenet100-bicovg-fal")
     for case in make_cases(config).values():
         rates = {"optim.lr": config.optim.lr, "optim.lr_min": config.optim.lr_min} if case.stand_in else {}
-        kept = override(case.config, {"train.schedule": config.train.schedule, **rates})
+        kept = override(case.config, {"train.schedule": config.train.schedule, "train.micro_batches": 1, **rates})
         assert (kept.data, kept.train, kept.optim) == (config.data, config.train, config.optim), case.name
+
+
+def test_cases_in_parts_have_as_many_as_they_say_and_the_others_one() -> None:
+    config = override(get_recipe("imagenet100-bicovg"), {"train.micro_batches": 8})
+    found = {case.name: case.config.train.micro_batches for case in make_cases(config).values()}
+    divided = {f"{name}-accumulate-{parts}": parts for name in ("strict", "end-to-end") for parts in (2, 4)}
+    assert {name: parts for name, parts in found.items() if parts > 1} == divided
+    assert describe_case(make_cases(config)["strict-accumulate-4"])["micro_batches"] == 4
 
 
 def test_the_recipes_own_scope_does_not_leak_into_the_cases() -> None:
@@ -70,36 +79,6 @@ def test_the_recipes_own_scope_does_not_leak_into_the_cases() -> None:
 def test_a_mistyped_configuration_is_named_with_the_nearest_one() -> None:
     with pytest.raises(UserError, match="did you mean strict-fal"):
         pick_cases(make_cases(get_recipe("digits")), ["strict-fall"])
-
-
-def end_to_end_net(batch_norm: bool) -> LocalNetwork:
-    torch.manual_seed(0)
-    return local_network(5, (16, 16), scope="end-to-end", batch_norm=batch_norm).double().train()
-
-
-@pytest.mark.parametrize("parts", [2, 4])
-def test_accumulated_gradients_are_those_of_the_whole_batch(parts: int) -> None:
-    """Without batch norm, which alone mixes the samples of a batch."""
-    x, labels, keys = torch.randn(8, 3, 6, 6).double(), torch.arange(8) % 5, torch.arange(8)
-    losses, grads = [], []
-    for divided in (False, True):
-        net = end_to_end_net(batch_norm=False)
-        if divided:
-            accumulate_gradients(net.units[0], parts)
-        credit = net.units[0].learn(x, labels, keys, False)
-        assign_gradients([credit])
-        losses.append(credit.losses)
-        grads.append([p.grad for p in net.parameters()])
-    torch.testing.assert_close(losses[1], losses[0])
-    torch.testing.assert_close(grads[1], grads[0])
-
-
-def test_accumulation_goes_through_the_unit_in_micro_batches() -> None:
-    net, seen = end_to_end_net(batch_norm=True), []
-    net.units[0].blocks[0].conv.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
-    accumulate_gradients(net.units[0], 4)
-    net.units[0].learn(torch.randn(8, 3, 6, 6).double(), torch.arange(8) % 5, torch.arange(8), False)
-    assert seen == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("stand_in", ["constant", "bare"])

@@ -15,6 +15,7 @@ from bicovg.report.scene import BARS, STRONG
 SHORT = {
     "strict": "strict",
     "strict-fal": "strict + FAL",
+    "strict-accumulate-4": "strict, 4 micro-batches",
     "hgb-2-interleaved": "hgb 2",
     "hgb-4-interleaved": "hgb 4",
     BASELINE: "end-to-end",

@@ -61,6 +61,8 @@ DIAGNOSTICS = (
 EFFICIENCY = {
     "strict": ("", "", ""),
     "strict-fal": ("34.9 M", "10.18", "5.41"),
+    "strict-accumulate-2": ("", "", ""),
+    "strict-accumulate-4": ("", "", ""),
     "hgb-1-interleaved": ("", "", ""),
     "hgb-2-interleaved": ("31.2 M", "", ""),
     "hgb-4-interleaved": ("29.5 M", "", ""),

@@ -4,7 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test lint types unit test-browser docs faults bench-cpu gpu kernels clean
+# Two pytest processes, as most tests keep one core busy: these, whose words come when they are done, beside all others.
+FIRST := tests/faults tests/test_kernels.py tests/test_stages.py tests/test_micro_batches.py
+GPU := kernel_cases block_cases unit_cases update_cases test_engine test_replayed test_micro_batches test_draws faults/test_gpu
+
+.PHONY: demo test lint types unit unit-first unit-others test-browser docs faults bench-cpu gpu kernels clean
 
 demo: $(VENV)/.installed
 	$(BIN)/bicovg train digits
@@ -25,7 +29,14 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest -q --durations=10
+	@$(MAKE) --no-print-directory -j2 unit-others unit-first
+
+unit-others: $(VENV)/.dev
+	$(BIN)/python -m pytest -q --durations=10 $(addprefix --ignore=,$(FIRST))
+
+unit-first: $(VENV)/.dev
+	@mkdir -p build
+	@$(BIN)/python -m pytest -q --durations=10 $(FIRST) >build/unit-first.log 2>&1; code=$$?; cat build/unit-first.log; exit $$code
 
 # The report page in a headless Chromium (Debian: chromium, chromium-driver); part of `unit` where there is one.
 test-browser: $(VENV)/.dev
@@ -43,10 +54,17 @@ faults: $(VENV)/.dev
 bench-cpu: $(VENV)/.dev
 	$(BIN)/python benchmarks/step_cpu.py
 
-# On a CUDA machine: the tests that need one. `make test` runs their other cases in Triton's interpreter or on the CPU.
-# Of test_stages.py one test: the others fork, which a process that has used a GPU cannot.
-gpu:
-	$(PYTHON) -m pytest -q -rs tests/kernel_cases.py tests/block_cases.py tests/unit_cases.py tests/update_cases.py tests/test_engine.py tests/test_replayed.py tests/test_draws.py tests/faults/test_gpu.py tests/test_stages.py::test_a_gpus_own_times_are_shorter_than_those_with_launches --durations=20
+# On a CUDA machine: the tests that need one; `make -j5 gpu` runs as many files at once. `make test` runs their other cases
+# in Triton's interpreter or on the CPU. Of test_stages.py one test: the others fork, which a process that has used a GPU
+# cannot.
+gpu: $(addprefix gpu-,$(GPU)) gpu-test_stages
+
+gpu-%:
+	@mkdir -p build/$(dir $*)
+	@$(PYTHON) -m pytest -q -rs --durations=5 tests/$*.py >build/$*.log 2>&1; code=$$?; cat build/$*.log; exit $$code
+
+gpu-test_stages:
+	$(PYTHON) -m pytest -q -rs tests/test_stages.py::test_a_gpus_own_times_are_shorter_than_those_with_launches
 
 # On a CUDA machine: every kernel at every recipe's shapes, bf16 and float32.
 kernels:

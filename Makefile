@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 2
 FIRST := tests/faults tests/test_kernels.py tests/test_stages.py tests/test_micro_batches.py
 GPU := kernel_cases block_cases unit_cases update_cases test_engine test_replayed test_micro_batches test_draws faults/test_gpu
 
-.PHONY: demo test lint types unit unit-first unit-others test-browser docs faults bench-cpu gpu kernels clean
+.PHONY: demo test lint types unit unit-first unit-others test-browser docs faults bench-cpu gpu gpu-files gpu-timed kernels clean
 
 demo: $(VENV)/.installed
 	$(BIN)/bicovg train digits
@@ -30,6 +30,8 @@ types: $(VENV)/.dev
 
 unit: $(VENV)/.dev
 	@$(MAKE) --no-print-directory -j2 unit-others unit-first
+
+unit-first unit-others: export OMP_NUM_THREADS = 1
 
 unit-others: $(VENV)/.dev
 	$(BIN)/python -m pytest -q --durations=10 $(addprefix --ignore=,$(FIRST))
@@ -54,16 +56,20 @@ faults: $(VENV)/.dev
 bench-cpu: $(VENV)/.dev
 	$(BIN)/python benchmarks/step_cpu.py
 
-# On a CUDA machine: the tests that need one; `make -j5 gpu` runs as many files at once. `make test` runs their other cases
-# in Triton's interpreter or on the CPU. Of test_stages.py one test: the others fork, which a process that has used a GPU
-# cannot.
-gpu: $(addprefix gpu-,$(GPU)) gpu-test_stages
+# On a CUDA machine: the tests that need one; `make -j5 gpu` runs as many files at once, and what is timed alone after them.
+# `make test` runs their other cases in Triton's interpreter or on the CPU. Of test_stages.py one test: the others fork,
+# which a process that has used a GPU cannot.
+GPU_FILES := $(addprefix gpu-,$(GPU))
+gpu:
+	@$(MAKE) --no-print-directory -k gpu-files; code=$$?; $(MAKE) --no-print-directory gpu-timed && exit $$code
 
-gpu-%:
+gpu-files: $(GPU_FILES)
+
+$(GPU_FILES): gpu-%:
 	@mkdir -p build/$(dir $*)
 	@$(PYTHON) -m pytest -q -rs --durations=5 tests/$*.py >build/$*.log 2>&1; code=$$?; cat build/$*.log; exit $$code
 
-gpu-test_stages:
+gpu-timed:
 	$(PYTHON) -m pytest -q -rs tests/test_stages.py::test_a_gpus_own_times_are_shorter_than_those_with_launches
 
 # On a CUDA machine: every kernel at every recipe's shapes, bf16 and float32.

@@ -76,14 +76,19 @@ def run(config: Config, args: argparse.Namespace) -> int:
     for flag in ("steps", "repeats"):
         if getattr(args, flag) < 1:
             raise UserError(f"--{flag} {getattr(args, flag)} must be at least 1")
+    if args.untimed and (args.ab is not None or args.stages or args.engine == "fastest"):
+        raise UserError(
+            "--untimed measures memory alone; --ab, --stages and --engine fastest measure speeds: choose one"
+        )
+    if config.train.micro_batches > 1:
+        own = "bench has configurations of its own for that, such as --only strict-accumulate-4"
+        raise UserError(f"--train.micro_batches {config.train.micro_batches} is not for bench: {own}")
     changes = {"train.batch_size": args.batch, "data.image_size": args.size, "data.name": "synthetic"}
     config = override(config, {path: value for path, value in changes.items() if value is not None})
     if args.stages:
         from bicovg.bench_stages import run_stages
 
         return run_stages(config, args, Bench(args, config.train.device).machine)
-    if args.untimed and (args.ab is not None or args.engine == "fastest"):
-        raise UserError("--untimed measures memory alone; --ab and --engine fastest compare speeds: choose one")
     cases = make_cases(config)
     with closing(Bench(args, config.train.device)) as bench:
         path = results_path(args.out, bench.machine, config.recipe)

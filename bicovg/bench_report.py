@@ -81,12 +81,20 @@ def find_timed(path: Path, recipe: str, rows: list[Row]) -> tuple[dict[str, Any]
 def merge_memory(path: Path, config: Config, machine: dict[str, Any], rows: list[Row]) -> None:
     """Put the memory of new rows in the place of that of older ones of the same configuration, whose speeds stay.
 
-    What failed changes nothing. ``memory_run`` of a row is the run its memory came from, where that is another.
+    What failed changes nothing, and what was not measured now (the smallest memory, if not asked for) stays.
+    ``memory_run`` of a row is the run its memory came from, where that is another.
     """
     found, timed = find_timed(path, config.recipe, rows)
-    this = {"id": max(entry["id"] for entry in found["runs"]) + 1, **describe_run(machine)}
+    gpus = {entry["id"]: entry["gpu"] for entry in found["runs"]}
+    this = {"id": max(gpus) + 1, **describe_run(machine)}
     for row in (row for row in rows if row["status"] == "ok"):
-        timed[row_key(row)].update(memory=row["memory"], memory_run=this["id"])
+        old = timed[row_key(row)]
+        if (old["engine"], gpus[old["run"]]) != (row["engine"], machine["gpu"]):
+            before = f"was timed with engine {old['engine']} on {gpus[old['run']] or 'a CPU'}"
+            now = f"ran now with {row['engine']} on {machine['gpu'] or 'a CPU'}"
+            raise UserError(f"{row['name']} {before} and {now}: measure it without --untimed")
+        memory = {name: value for name, value in row["memory"].items() if value is not None}
+        old.update(memory={**old["memory"], **memory}, memory_run=this["id"])
     write_results(path, found, this)
 
 

@@ -19,9 +19,12 @@ from bicovg.errors import UserError
 NORM_STATS = ("local", "synced")
 
 
-def _field(default: Any, help: str, **limits: Any) -> Any:
-    """A setting with its help and its ``choices``, ``low``, ``above``, ``high`` or ``below`` (see bicovg.limits)."""
-    return field(default=default, metadata={"help": help, "limits": limits})
+def _field(default: Any, help: str, *, later: bool = False, **limits: Any) -> Any:
+    """A setting with its help and its ``choices``, ``low``, ``above``, ``high`` or ``below`` (see bicovg.limits).
+
+    One that came ``later`` is absent from older runs, which did what its default does.
+    """
+    return field(default=default, metadata={"help": help, "limits": limits, "later": later})
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class TrainConfig:
     epochs: int = _field(30, "passes over the training images", low=1)
     batch_size: int = _field(64, "images per step, over all processes", low=1)
     micro_batches: int = _field(
-        1, "parts of a batch that pass one after the other, for memory; batch norm sees each by itself", low=1
+        1, "parts of a batch, one after the other, for memory; batch norm sees each by itself", low=1, later=True
     )
     schedule: str = _field(
         "interleaved", "interleaved (one unit alive at a time) or summed", choices=("interleaved", "summed")
@@ -158,13 +161,17 @@ FIXED = ("recipe", "about")  # a label, not a setting
 
 @dataclass(frozen=True)
 class Setting:
-    """One leaf of the config tree: ``optim.lr`` with its type, default and help."""
+    """One leaf of the config tree: ``optim.lr`` with its type, default and help.
+
+    ``as_before``: it came later and has the value that stands for what older runs, without it, did.
+    """
 
     path: str
     kind: Any
     default: Any
     help: str
     limits: Mapping[str, Any]
+    as_before: bool
 
 
 def walk_settings(config: Any, prefix: str = "") -> Iterator[Setting]:
@@ -175,7 +182,8 @@ def walk_settings(config: Any, prefix: str = "") -> Iterator[Setting]:
         if is_dataclass(value):
             yield from walk_settings(value, path + ".")
         elif path not in FIXED:
-            yield Setting(path, hints[item.name], value, item.metadata["help"], item.metadata["limits"])
+            as_before = item.metadata["later"] and value == item.default
+            yield Setting(path, hints[item.name], value, item.metadata["help"], item.metadata["limits"], as_before)
 
 
 def parse_value(text: str, kind: Any, path: str) -> Any:
@@ -246,7 +254,7 @@ def to_json(config: Config) -> str:
 
 
 def from_json(text: str, origin: str = "config") -> Config:
-    """Read a complete config; unknown, missing or mistyped fields are UserErrors."""
+    """Read a complete config; unknown, missing or mistyped fields are UserErrors, but for those that came later."""
     try:
         tree = json.loads(text)
     except (ValueError, RecursionError):
@@ -259,11 +267,14 @@ def _build(kind: Any, tree: Any, prefix: str, origin: str) -> Any:
         raise UserError(f"{origin}: {prefix.rstrip('.') or 'the top level'} must be an object, not {tree!r:.40}")
     hints = typing.get_type_hints(kind)
     names = [item.name for item in fields(kind)]
+    later = {item.name: item.metadata.get("later", False) for item in fields(kind)}
     for name in tree:
         if name not in names:
             raise UserError(f"{origin}: unknown field {prefix}{name!s:.40}{nearest(str(name), names)}")
     values = {}
     for name in names:
+        if name not in tree and later[name]:
+            continue
         if name not in tree:
             raise UserError(f"{origin}: field {prefix}{name} is missing")
         hint = hints[name]

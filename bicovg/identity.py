@@ -25,8 +25,12 @@ MOVABLE = {  # does not change what a run computes
 
 
 def identify(config: Config) -> str:
-    """A name for all settings but the movable ones: what a checkpoint says whose it is."""
-    settings = {s.path: _plain(s.default) for s in walk_settings(config) if s.path not in MOVABLE}
+    """A name for all settings but the movable ones: what a checkpoint says whose it is.
+
+    A setting that came later has no part in it while it does what was done before.
+    """
+    counted = (s for s in walk_settings(config) if s.path not in MOVABLE and not s.as_before)
+    settings = {s.path: _plain(s.default) for s in counted}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
 
 

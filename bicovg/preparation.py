@@ -48,11 +48,21 @@ def check_config(config: Config) -> None:
         raise UserError(f"this network cannot be built: {str(error).splitlines()[0]}") from None
     if train.batch_norm_stats == "synced" and config.model.checkpointing:
         raise UserError("--train.batch_norm_stats synced does not go with --model.checkpointing true: use one of them")
-    if train.micro_batches > 1 and train.stages > 1:
-        both = f"--train.micro_batches {train.micro_batches} does not go with --train.stages {train.stages}"
-        raise UserError(f"{both}: use one of them")
+    if train.micro_batches > 1:
+        check_parts(config)
     if train.engine not in ENGINES:
         raise UserError(f"--train.engine {train.engine!r} is unknown: choose one of {', '.join(ENGINES)}")
+
+
+def check_parts(config: Config) -> None:
+    """What micro-batches do not go with: two stages would meet parts of batches, and several processes' first parts
+    together are no part of the whole batch, whose statistics synced batch norm promises.
+    """
+    train = config.train
+    for other, meant in (("stages", train.stages > 1), ("batch_norm_stats", train.batch_norm_stats == "synced")):
+        if meant:
+            both = f"{train.micro_batches} does not go with --train.{other} {getattr(train, other)}"
+            raise UserError(f"--train.micro_batches {both}: use one of them")
 
 
 def check_crops(data: DataConfig) -> None:
@@ -99,7 +109,7 @@ def check_fit(config: Config, splits: Splits, net: LocalNetwork, team: Team) -> 
             f"--train.batch_size {count}{whose} cannot be cut into --train.micro_batches {parts} equal parts: "
             f"choose a divisor of {share}"
         )
-    check_norms(net, data.image_size, (count if config.train.batch_norm_stats == "synced" else share) // parts)
+    check_norms(net, data.image_size, count if config.train.batch_norm_stats == "synced" else share // parts)
 
 
 def check_norms(net: LocalNetwork, side: int, images: int) -> None:

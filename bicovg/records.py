@@ -135,8 +135,9 @@ def join_records(out: Path, kept: Record, new: Record, config: Config) -> Record
         raise UserError(f"{out} has seed {twice[0]} already: --add takes other seeds")
     theirs = flatten(read_json(out / f"s{kept['seeds'][0]}" / "config.json", RESTORE))
     mine = flatten(json.loads(to_json(portable(config))))
+    usual = flatten(json.loads(to_json(get_recipe(config.recipe) if config.recipe in RECIPES else Config())))
     unsaid = ("seed", "about", "train.engine", *MACHINE_SETTINGS)
-    changed = [path for path in mine if path not in unsaid and path in theirs and theirs[path] != mine[path]]
+    changed = [path for path in mine if path not in unsaid and theirs.get(path, usual[path]) != mine[path]]
     changed += [field for field in ("exit_blocks", "parameters") if kept[field] != new[field]]
     if changed:
         raise UserError(f"the runs differ from {out} in {', '.join(changed)}: record them apart")

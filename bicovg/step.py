@@ -7,6 +7,9 @@ and is stepped by its own optimizer. Nothing else happens:
   are alive at a time;
 * ``summed`` runs all forwards, then one backward over all losses.
 
+In micro-batches either is done part by part, and what follows the backward passes, clip and step, after the last one:
+all units' gradients are alive then.
+
 Both give the same parameters bit for bit (CPU, float32), because no unit's gradient depends on another unit.
 """
 
@@ -100,10 +103,15 @@ def prepared_step(
     net.train()
     dtype, parts = PRECISIONS[precision], cut_batch(x, labels, keys, micro_batches)
     watch, shared = Unguarded() if guard is None else guard, reduction or NoReduction()
-    with watch, torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None):
-        if schedule == "summed":
-            return _summed(net, optimizers, parts, clip_norm, clip_scope, watch, shared)
-        return _interleaved(net, optimizers, parts, clip_norm, watch, lanes or OneLane(), shared)
+    try:
+        with watch, torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None):
+            if schedule == "summed":
+                return _summed(net, optimizers, parts, clip_norm, clip_scope, watch, shared)
+            return _interleaved(net, optimizers, parts, clip_norm, watch, lanes or OneLane(), shared)
+    except BaseException:
+        for optimizer in optimizers:  # of parts that came before: the next step must not add to them
+            optimizer.zero_grad()
+        raise
 
 
 def check_step(schedule: str, clip_norm: float | None, clip_scope: str, precision: str | None) -> None:

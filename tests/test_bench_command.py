@@ -300,8 +300,28 @@ def test_untimed_renews_memory_and_keeps_speeds(tmp_path: Path, monkeypatch: pyt
     assert (strict["run"], strict["memory_run"]) == (0, 1)
     assert whole == before["rows"][1]
     assert [run["id"] for run in found["runs"]] == [0, 1]
+    found["rows"][0]["memory"]["smallest_bytes"] = 7  # which is not searched now
+    out.write_text(json.dumps(found))
     assert main([*words, "--untimed"]) == 0
     assert [run["id"] for run in read(out)["runs"]] == [0, 2]
+    assert read(out)["rows"][0]["memory"]["smallest_bytes"] == 7
+
+
+@pytest.mark.usefixtures("_local_workers")
+@pytest.mark.parametrize("other", [{"engine": "graph"}, {"gpu": "NVIDIA H200"}])
+def test_memory_of_another_engine_or_device_is_not_put_beside_a_speed(
+    other: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "bench.json"
+    words = ["bench", "digits", *TINY, "--out", str(out), "--only", "strict"]
+    assert main(words) == 0
+    found = read(out)
+    found["rows"][0].update({name: value for name, value in other.items() if name == "engine"})
+    found["runs"][0].update({name: value for name, value in other.items() if name == "gpu"})
+    out.write_text(json.dumps(found))
+    assert main([*words, "--untimed"]) == 2
+    assert "and ran now with eager on a CPU: measure it without --untimed" in capsys.readouterr().err
+    assert read(out) == found
 
 
 @pytest.mark.usefixtures("_local_workers")
@@ -312,6 +332,8 @@ def test_untimed_renews_memory_and_keeps_speeds(tmp_path: Path, monkeypatch: pyt
         (["--only", "strict", "--engine", "eager"], "has no speed of strict in this engine"),
         (["--only", "strict", "--engine", "fastest"], "--untimed measures memory alone"),
         (["--ab"], "--untimed measures memory alone"),
+        (["--stages", "2"], "--untimed measures memory alone"),
+        (["--train.micro_batches", "4"], "--train.micro_batches 4 is not for bench"),
     ],
 )
 def test_untimed_measures_nothing_that_has_no_speed_yet(

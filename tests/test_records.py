@@ -377,6 +377,10 @@ def test_what_does_not_belong_to_a_record_is_not_added(make_run: Maker, tmp_path
         write_record([make_run(1), make_run(0)], out, add=True)
     with pytest.raises(UserError, match=r"differ from .* in model\.dropout: record them apart"):
         write_record([make_run(1, **{"model.dropout": 0.5})], out, add=True)
+    edit(out / "s0" / "config.json", lambda tree: tree["train"].pop("micro_batches"))  # as an older version wrote it
+    before = tree_of(out)
+    with pytest.raises(UserError, match=r"differ from .* in train\.micro_batches: record them apart"):
+        write_record([make_run(1, **{"train.micro_batches": 2})], out, add=True)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"no record\.json"):
         write_record([make_run(1)], tmp_path / "empty", add=True)

@@ -321,6 +321,8 @@ def test_the_speed_table_shows_what_was_measured_in_turns_on_a_gpu(
     assert "| strict | 5 | 999 | 2.00 | 0.67 |  | 2.40 | 2.34 |  |  |  | GPU, torch 2.0, 0123456+ |" in TABLES[
         "efficiency"
     ]({})
+    path.write_text(json.dumps({**found, "runs": [run, later], "rows": [row | {"run": 0, "memory_run": 1}]}))
+    assert " GPU, torch 2.0, abc (memory: 0123456+) |" in TABLES["efficiency"]({})
     for other in ({"batch_size": 64}, {"precision": "float32"}, {"image_size": 64}):
         path.write_text(json.dumps({**found, "runs": [run, later], "rows": [row | other]}))
         assert "| strict | 5 | 1234 |" in TABLES["efficiency"]({}), other

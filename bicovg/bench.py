@@ -77,9 +77,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
         if getattr(args, flag) < 1:
             raise UserError(f"--{flag} {getattr(args, flag)} must be at least 1")
     if args.untimed and (args.ab is not None or args.stages or args.engine == "fastest"):
-        raise UserError(
-            "--untimed measures memory alone; --ab, --stages and --engine fastest measure speeds: choose one"
-        )
+        raise UserError("--untimed measures memory alone; --ab, --stages and --engine fastest, speeds: choose one")
     if config.train.micro_batches > 1:
         own = "bench has configurations of its own for that, such as --only strict-accumulate-4"
         raise UserError(f"--train.micro_batches {config.train.micro_batches} is not for bench: {own}")

@@ -81,21 +81,25 @@ def find_timed(path: Path, recipe: str, rows: list[Row]) -> tuple[dict[str, Any]
 def merge_memory(path: Path, config: Config, machine: dict[str, Any], rows: list[Row]) -> None:
     """Put the memory of new rows in the place of that of older ones of the same configuration, whose speeds stay.
 
-    What failed changes nothing, and what was not measured now (the smallest memory, if not asked for) stays.
-    ``memory_run`` of a row is the run its memory came from, where that is another.
+    What failed or ran in another engine or on another device changes nothing, and what was not measured now (the
+    smallest memory, if not asked for) stays. ``memory_run`` of a row is the run its memory came from, where that is
+    another.
     """
     found, timed = find_timed(path, config.recipe, rows)
     gpus = {entry["id"]: entry["gpu"] for entry in found["runs"]}
-    this = {"id": max(gpus) + 1, **describe_run(machine)}
+    this, strange = {"id": max(gpus) + 1, **describe_run(machine)}, []
     for row in (row for row in rows if row["status"] == "ok"):
         old = timed[row_key(row)]
         if (old["engine"], gpus[old["run"]]) != (row["engine"], machine["gpu"]):
             before = f"was timed with engine {old['engine']} on {gpus[old['run']] or 'a CPU'}"
             now = f"ran now with {row['engine']} on {machine['gpu'] or 'a CPU'}"
-            raise UserError(f"{row['name']} {before} and {now}: measure it without --untimed")
+            strange.append(f"{row['name']} {before} and {now}: measure it without --untimed")
+            continue
         memory = {name: value for name, value in row["memory"].items() if value is not None}
         old.update(memory={**old["memory"], **memory}, memory_run=this["id"])
     write_results(path, found, this)
+    if strange:  # after what can be used is safe
+        raise UserError("; ".join(strange))
 
 
 def write_results(path: Path, found: dict[str, Any], this: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import itertools
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -79,7 +80,10 @@ def compare_compiled() -> None:
 def check_in_a_process(call: str, module: str = __name__) -> None:
     """The test run checks shapes at every call, which the compiler cannot trace."""
     code = f"import torch; torch.set_num_threads(1); import {module}; {module}.{call}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
+    here = Path(__file__).parent  # with its parent on the path, too: the package need not be installed
+    paths = os.pathsep.join([str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", code], cwd=here, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -97,6 +97,7 @@ PLANS: dict[str, Plan] = {
     "cifar100-strict": full("cifar100-bicovg", seeds=(0, 1)),
     "cifar100-hgb4": full("cifar100-hgb4"),
     "cifar100-grouped": full("cifar100-grouped"),
+    "cifar100-end-to-end-deep": full("cifar100-bp-deep"),
     "cifar100-strict-holdout": full("cifar100-bicovg", *HOLDOUT),
     **shorts("cifar100"),
     **shorts("tiny-imagenet"),

@@ -18,11 +18,16 @@ STRICT, WHOLE, HGB = "tiny-imagenet-strict", "tiny-imagenet-end-to-end", "tiny-i
 LARGE_FAL = "tiny-imagenet-strict-fal"
 PLAIN, FAL, HELD = "cifar100-strict", "cifar100-strict-fal", "cifar100-strict-holdout"
 SMALL_WHOLE = "cifar100-end-to-end"
-SHARED = {(SMALL_WHOLE, 0), (SMALL_WHOLE, 2), (PLAIN, 1), (LARGE_FAL, 0), (HGB, 0), (WHOLE, 1)}  # not alone on the card
+LARGE_HELD, GROUPED, SMALL_HGB = "tiny-imagenet-strict-holdout", "cifar100-grouped", "cifar100-hgb4"
+SHARED = {  # not alone on the card
+    *((SMALL_WHOLE, 0), (SMALL_WHOLE, 2), (PLAIN, 1), (LARGE_FAL, 0), (HGB, 0), (WHOLE, 1), (LARGE_HELD, 0)),
+}
 BEFORE, AFTER, SCALES, MIXED, ALIGNED = (
     f"cifar100-short-{name}" for name in ("per-channel", "bicovg", "ms", "cc", "bicovg-fal")
 )
+ONE_LOSS, DEEP, PAIRS, BARE = (f"cifar100-short-{name}" for name in ("bp", "bp-deep", "hgb2", "no-norm"))
 FUSED = ("fusion", "train", "top1")
+IN_PARTS = (("strict", 2), ("strict", 4), ("end-to-end", 4))
 ROOF = ("limit_images_per_second", "megabytes_per_image")
 
 
@@ -123,11 +128,69 @@ def test_what_is_said_of_goodness_and_fal(records: dict[str, Record], text: str)
         f"the mean of the exits rises by {rises[0]:.1f}, the fusion by {rises[1]:.1f} and the last block by "
         f"{rises[2]:.1f} (three seeds against two; in 100 epochs by {soon[0]:.1f}, {soon[1]:.1f} and nothing, one seed "
         f"each), where strict's two means differ by {max(seeds) - min(seeds):.1f}",
-        f"half of the weight ({records[HELD]['runs'][0]['fusion']['heldout']['weights'][0]:.2f})",
     ):
         assert said in text
     assert abs(soon[2]) < 0.1, "and nothing"
     assert (len(fal["seeds"]), len(plain["seeds"])) == (3, 2)
+
+
+def test_what_is_said_of_a_loss_at_every_block(records: dict[str, Record], text: str) -> None:
+    rules = (("mean", "top1"), FUSED, ("last", "top1"))
+    deep, strict = ([f"{mean(records[name], *keys):.2f}" for keys in rules] for name in (DEEP, AFTER))
+    once, long = (mean(records[name], "last", "top1") for name in (ONE_LOSS, SMALL_WHOLE))
+    for said in (
+        f"{deep[0]} by the mean of its exits, {deep[1]} fused on train and {deep[2]} at the last exit, where strict "
+        f"has {strict[0]}, {strict[1]} and {strict[2]}, and where end to end with one loss has {once:.2f}",
+        f"100 epochs give {once:.2f} and 400 give {long:.2f}: more",
+        f"costs {gains(records[DEEP], records[AFTER])[0]:.1f} points of the mean",
+        f"those of two blocks have {mean(records[PAIRS], 'mean', 'top1'):.2f}",
+    ):
+        assert said in text
+    assert min(gains(records[DEEP], records[AFTER])) > 0, "better than strict by every rule"
+    assert abs(float(deep[0]) - float(deep[1])) < 0.2, "the same within 0.2"
+    alike = ("epochs", "seeds", "parameters", "precision", "exit_blocks")
+    assert all(records[DEEP][key] == records[AFTER][key] for key in alike), "the same blocks, goodness and exits"
+    front = " ".join((ROOT / "README.md").read_text().split())
+    assert f"better than strict: {deep[0]} to {strict[0]} by the mean of exits (CIFAR-100, 100 epochs" in front
+
+
+def test_what_is_said_of_grouped_units_and_batch_norm(records: dict[str, Record], text: str) -> None:
+    grouped, plain, hgb, bare = (records[name] for name in (GROUPED, PLAIN, SMALL_HGB, BARE))
+    ahead, behind, lost = gains(grouped, records[FAL]), gains(plain, hgb), gains(records[AFTER], bare)
+    steps = [float(MAIN[f"cifar100-{row}"][1].removesuffix(UNSAID)) for row in ("bicovg", "bicovg-fal")]
+    for said in (
+        f"{mean(grouped, 'mean', 'top1'):.2f} by the mean, {mean(grouped, *FUSED):.2f} fused on train and "
+        f"{mean(grouped, 'last', 'top1'):.2f} at the last exit, {ahead[0]:.1f}, {ahead[1]:.1f} and {ahead[2]:.1f}",
+        f"it gains {gains(grouped, plain)[1]:.1f} points fused, where strict + FAL gains "
+        f"{gains(records[FAL], plain)[1]:.1f} and the paper prints {steps[1] - steps[0]:.1f}",
+        f"{mean(hgb, 'mean', 'top1'):.2f} by their mean, {mean(hgb, *FUSED):.2f} fused on train, "
+        f"{mean(hgb, 'last', 'top1'):.2f} at the last, {behind[0]:.1f} and {behind[1]:.1f} points below strict by the "
+        f"first two and {-behind[2]:.1f} above by the last; its last exit ends with a training loss of "
+        f"{last_losses(SMALL_HGB)[-1]:.3f}. On Tiny-ImageNet it is {gains(records[HGB], records[STRICT])[0]:.1f}",
+        f"mean falls by {lost[0]:.1f} points, the fusion by {lost[1]:.1f} and the last block by {lost[2]:.1f} in 100",
+        f"Its {mean(bare, *FUSED):.2f} fused is near the {steps[0]:.2f} that",
+    ):
+        assert said in text
+
+
+def test_what_is_said_of_fusion_on_held_out_images(records: dict[str, Record], text: str) -> None:
+    small, large = (records[name]["runs"][0] for name in (HELD, LARGE_HELD))
+    below = {
+        name: [run["mean"]["top1"] - run["fusion"][name]["top1"] for run in (small, large)]
+        for name in ("train", "heldout", "heldout_temperatures")
+    }
+    first = [run["fusion"]["heldout"]["weights"][0] for run in (small, large)]
+    seeds = seed_values(records[STRICT], "mean", "top1")
+    for said in (
+        f"({first[0]:.2f} on CIFAR-100, {first[1]:.2f} on Tiny-ImageNet)",
+        f"below the mean by {below['heldout'][0]:.1f} and {below['heldout'][1]:.1f} points",
+        f"above the mean, by {-below['heldout_temperatures'][0]:.1f} on both",
+        f"({below['train'][0]:.1f} and {below['train'][1]:.1f} points below the mean in these two runs)",
+        f"a mean of {large['mean']['top1']:.2f}, below all three seeds that had them ({min(seeds):.2f} to",
+    ):
+        assert said in text
+    assert large["mean"]["top1"] < min(seeds)
+    assert [round(-gain, 1) for gain in below["heldout_temperatures"]] == [0.2, 0.2]
 
 
 def gains(one: Record, other: Record) -> list[float]:
@@ -173,8 +236,8 @@ def test_what_is_said_of_early_exit_memory_and_time(records: dict[str, Record], 
             if (name, run["seed"]) not in SHARED and record["epochs"] == record["recipe_epochs"]:
                 alone.setdefault(record["data"], []).append(run["wall_seconds"])
     minutes = {data: [round(time / 30) / 2 for time in (min(found), max(found))] for data, found in alone.items()}
-    assert (minutes["cifar100"], minutes["tiny-imagenet"]) == ([4.5, 6], [6.5, 9])
-    assert "take four and a half to six minutes, Tiny-ImageNet's 90 six and a half to nine (" in text
+    assert (minutes["cifar100"], minutes["tiny-imagenet"]) == ([4.5, 6.5], [6.5, 9])
+    assert "take four and a half to six and a half minutes, Tiny-ImageNet's 90 six and a half to nine (" in text
     rows = {row["name"]: peak_bytes(row) for row in bench_file("imagenet100-bicovg")["rows"]}
     peaks, summed = ([rows[f"hgb-{m}-{kind}"] / 1e9 for m in (1, 2, 4, 8, 16)] for kind in ("interleaved", "summed"))
     assert peaks == sorted(peaks), "take more and more memory interleaved"
@@ -218,7 +281,15 @@ def test_what_is_said_of_speed_and_memory_against_backprop() -> None:
     lost = [1 - speed(side["strict-fal"]) / speed(side["strict"]) for side in sides]
     assert (round(100 * min(lost)), round(100 * max(lost))) == (3, 4)
     assert "FAL takes 3 to 4 % of strict's speed" in text
-    parts = rows["end-to-end-accumulate-4"]
+    halves, quarters, parts = (rows[f"{scope}-accumulate-{n}"] for scope, n in IN_PARTS)
+    for said in (
+        f"strict takes {peak_bytes(quarters) / 1e9:.2f} GB in four parts, where end to end takes "
+        f"{peak_bytes(parts) / 1e9:.2f} in as many ({peak_bytes(quarters, 'smallest_bytes') / 1e9:.2f} and "
+        f"{peak_bytes(parts, 'smallest_bytes') / 1e9:.2f} are the smallest that still train), and "
+        f"{peak_bytes(halves) / 1e9:.2f} in two; it runs at {speed(quarters):,.0f} and {speed(halves):,.0f} img/s, "
+        f"measured in another run than strict's {speed(rows['strict']):,.0f}",
+    ):
+        assert said in text
     assert peak_bytes(parts) < peak_bytes(rows["strict"])
     assert abs(speed(parts) / speed(rows["strict"]) - 2 / 3) < 0.03, "at two thirds of its speed"
 

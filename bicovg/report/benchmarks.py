@@ -15,14 +15,14 @@ from bicovg.report.scene import BARS, STRONG
 SHORT = {
     "strict": "strict",
     "strict-fal": "strict + FAL",
-    "strict-accumulate-4": "strict, 4 micro-batches",
+    "strict-accumulate-4": "strict in 4",
     "hgb-2-interleaved": "hgb 2",
     "hgb-4-interleaved": "hgb 4",
     BASELINE: "end-to-end",
     f"{BASELINE}-checkpointed": "checkpointed",
-    f"{BASELINE}-accumulate-2": "2 micro-batches",
-    f"{BASELINE}-accumulate-4": "4 micro-batches",
-    "classic": "classic VGG-16",
+    f"{BASELINE}-accumulate-2": "in 2 parts",
+    f"{BASELINE}-accumulate-4": "in 4 parts",
+    "classic": "classic VGG",
 }
 
 
@@ -61,6 +61,8 @@ def _charts(result: dict[str, Any], name: str) -> list[Chart]:
     machine = next(entry for entry in result["runs"] if entry["id"] == rows[0]["run"])
     where = f"{machine.get('gpu') or 'CPU'}, torch {machine['torch']}, {rows[0]['precision']}"
     note = f"{result['recipe']} at {rows[0]['image_size']} px, batch {rows[0]['batch_size']}, {where}."
+    if any("accumulate" in row["name"] for row in rows):
+        note += " In 2 or 4: the batch cut into so many micro-batches; without another word, end-to-end's."
     labels = [SHORT[row["name"]] for row in rows]
     inks = [STRONG if row["scope"] == "end-to-end" else BARS for row in rows]
     speeds = [row["images_per_second"]["median"] for row in rows]

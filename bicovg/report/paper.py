@@ -22,6 +22,8 @@ MAIN = {
 # recipes of ours that stand beside the main table's rows, and what the paper prints of the nearest
 BESIDE = {
     "tiny-imagenet-bp": "54.17 (classic net)",
+    "cifar100-bp-deep": "-",
+    "tiny-imagenet-bp-deep": "-",
     "cifar100-hgb2": "-",
     "cifar100-hgb4": "-",
     "cifar100-grouped": "-",

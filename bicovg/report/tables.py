@@ -115,7 +115,7 @@ def tuning_table(records: Records) -> str:
 
 def headline_table(records: Records) -> str:
     """For the README: the full runs of the paper's main table, and of ours that stand beside them."""
-    header = ["data", "recipe", "seeds", "last exit", "mean of exits", "fused on train", "paper"]
+    header = ["data", "recipe", "scope", "seeds", "last exit", "mean of exits", "fused on train", "paper"]
     printed = {recipe: fused or best for recipe, (best, fused) in MAIN.items()} | BESIDE
     rows = []
     for recipe, paper in printed.items():
@@ -123,7 +123,7 @@ def headline_table(records: Records) -> str:
             whole = is_full(record) and record["precision"] == "bfloat16"
             if whole and not record["holdout"]:
                 values = [top1(record, *keys) for keys in (("last",), ("mean",), ("fusion", "train"))]
-                rows.append([record["data"], recipe, str(len(record["seeds"])), *values, paper])
+                rows.append([record["data"], recipe, record["scope"], str(len(record["seeds"])), *values, paper])
     return markdown(header, sorted(rows, key=lambda row: row[0]) or [[NOT_RUN, *[""] * (len(header) - 1)]])
 
 
@@ -133,10 +133,11 @@ def ablation_table(records: Records) -> str:
     rows = []
     for data, points in ABLATION.items():
         for suffix, (name, paper) in points.items():
-            for record in of_recipe(records, f"{data}-{suffix}"):
+            found = of_recipe(records, f"{data}-{suffix}")
+            for record in found:
                 known = [name, data, length(record), record["precision"], str(len(record["seeds"]))]
                 rows.append([*known, top1(record, "mean"), top1(record, "fusion", "train"), paper])
-            if not of_recipe(records, f"{data}-{suffix}"):
+            if not found:
                 rows.append([name, data, "-", "-", "-", NOT_RUN, "", paper])
     return markdown(header, rows)
 

@@ -62,8 +62,8 @@ def comparable(a: Record, b: Record) -> bool:
 
 
 def is_candidate(record: Record) -> bool:
-    """Whether a record tries a changed setting on held-out images; on its test numbers nothing is to be chosen."""
-    return bool(record["changes"]) and record["holdout"] > 0
+    """Whether a record tries settings on held-out images; on its test numbers nothing is to be chosen."""
+    return record["holdout"] > 0 and (bool(record["changes"]) or not is_full(record))
 
 
 def is_full(record: Record) -> bool:

@@ -48,8 +48,12 @@ def cell(values: Sequence[float | None], digits: int = 2) -> str:
 
 
 def of_recipe(records: Records, recipe: str, unchanged: bool = True) -> list[Record]:
-    """Records of a recipe: the longest first, then those that held nothing out; or also those that changed it."""
-    found = [one for one in records.values() if one["recipe"] == recipe and not (unchanged and one["changes"])]
+    """Records of a recipe but for tuning candidates: the longest first, then those that held nothing out.
+
+    With ``unchanged=False`` also those that changed a setting.
+    """
+    found = [one for one in records.values() if one["recipe"] == recipe and not is_candidate(one)]
+    found = [one for one in found if not (unchanged and one["changes"])]
     return sorted(found, key=lambda record: (-record["epochs"], record["holdout"], record["name"]))
 
 
@@ -119,11 +123,13 @@ def headline_table(records: Records) -> str:
     printed = {recipe: fused or best for recipe, (best, fused) in MAIN.items()} | BESIDE
     rows = []
     for recipe, paper in printed.items():
-        for record in of_recipe(records, recipe):
+        for record in of_recipe(records, recipe, unchanged=False):
             whole = is_full(record) and record["precision"] == "bfloat16"
             if whole and not record["holdout"]:
                 values = [top1(record, *keys) for keys in (("last",), ("mean",), ("fusion", "train"))]
-                rows.append([record["data"], recipe, record["scope"], str(len(record["seeds"])), *values, paper])
+                changes = settings_changed(record)
+                known = [record["data"], f"{recipe}, {changes}" if changes else recipe, record["scope"]]
+                rows.append([*known, str(len(record["seeds"])), *values, "-" if changes else paper])
     return markdown(header, sorted(rows, key=lambda row: row[0]) or [[NOT_RUN, *[""] * (len(header) - 1)]])
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -107,7 +108,9 @@ def test_an_interrupt_ends_those_that_train_and_those_that_wait(tmp_path: Path) 
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode not in (0, None)
     for seed in (0, 1):
-        assert "stopped by SIGINT" in (tmp_path / "runs" / "digits" / f"s{seed}.log").read_text()
+        said = (tmp_path / "runs" / "digits" / f"s{seed}.log").read_text()
+        # the interrupt reaches all, and the first to end terminates the others: either may be the one that is named
+        assert re.search(r"stopped by SIG(INT|TERM) at step", said), said
 
 
 def test_a_run_that_dies_while_it_waits_is_named_and_the_next_goes_on(tmp_path: Path, capsys: Any) -> None:

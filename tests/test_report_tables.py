@@ -111,14 +111,17 @@ def test_a_tuning_candidate_shows_its_heldout_accuracy_and_none_on_test(tmp_path
         chosen = {"exit": 0, **{key: summary["test"]["exits"][key][0] for key in ("top1", "top5")}}
         summary["test"]["best_heldout_chosen"] = chosen
         (run / "summary.json").write_text(json.dumps(summary))
+        *before, last = (run / "metrics.jsonl").read_text().splitlines()
+        curve = {"split": "heldout", "top1": summary["heldout_top1"], "mean_top1": 70.5 + index}
+        (run / "metrics.jsonl").write_text("\n".join([*before, json.dumps(json.loads(last) | curve)]) + "\n")
         make_record(tmp_path / "records" / name, run)
     records = read_records(tmp_path)
     known, longer = (f"cifar100-bicovg | {epochs} of 400, short, 2% held out" for epochs in (5, 6))
     assert TABLES["tuning"](records).splitlines()[2:] == [
-        f"| {longer} | nothing | 1 | 63.25 |",
-        f"| {known} | nothing | 1 | 60.25 |",
-        f"| {known} | optim.lr 0.0001 | 1 | 61.25 |",
-        f"| {known} | optim.lr 0.0004 | 1 | 62.25 |",
+        f"| {longer} | nothing | 1 | 63.25 | 73.50 |",
+        f"| {known} | nothing | 1 | 60.25 | 70.50 |",
+        f"| {known} | optim.lr 0.0001 | 1 | 61.25 | 71.50 |",
+        f"| {known} | optim.lr 0.0004 | 1 | 62.25 | 72.50 |",
     ]
     shown = [TABLES[name](records) for name in ("results", "fusion", "readings", "ablation")]
     first_cells = {line.split(" | ")[0][2:] for table in shown for line in table.splitlines()}

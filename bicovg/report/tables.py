@@ -13,7 +13,7 @@ from bicovg.report.bench_tables import NOT_RUN, agreement_table, efficiency_tabl
 from bicovg.report.paper import ABLATION, BESIDE, DIAGNOSTICS, MAIN
 from bicovg.report.pictures import PREDICTS_FROM
 from bicovg.report.record_charts import comparable, exit_means, is_candidate, is_full
-from bicovg.runlog import read_early_exit
+from bicovg.runlog import read_early_exit, read_metrics
 
 FITTED_ON = {
     "train": "on train",
@@ -28,13 +28,16 @@ Records = dict[str, Record]
 def read_records(root: Path = Path()) -> Records:
     """Every record of a checkout, with what it changed of its recipe as ``changes``.
 
-    Each seed has its early-exit curve as ``early_exit``, or None.
+    Each seed has its early-exit curve as ``early_exit`` and the mean of exits on held-out images as ``heldout_mean``,
+    or None.
     """
     records = load_records(root / "records")
     for name, record in records.items():
         for entry in record["runs"]:
             folder = root / "records" / name / f"s{entry['seed']}"
             entry["early_exit"], record["changes"] = read_early_exit(folder), changed_settings(folder)
+            last = read_metrics(folder)[-1]
+            entry["heldout_mean"] = last["mean_top1"] if last.get("split") == "heldout" else None
     return records
 
 
@@ -75,7 +78,7 @@ def results_table(records: Records) -> str:
     rows = []
     for recipe, (best, fused) in MAIN.items():
         found = of_recipe(shown, recipe, unchanged=False)
-        rows += [[*result_cells(record), best, fused] for record in found]
+        rows += [[*result_cells(record), *(("-", "-") if record["changes"] else (best, fused))] for record in found]
         if not found:
             config = get_recipe(recipe)
             known = [recipe, config.model.scope, str(config.train.epochs), "-", "", "-"]
@@ -106,14 +109,15 @@ def top1(record: Record, *keys: str) -> str:
 
 def tuning_table(records: Records) -> str:
     """Recipes with a changed setting, on held-out images alone: what a choice may be made on."""
-    header = ["recipe", "epochs", "changed", "seeds", "held-out top-1, last exit"]
+    header = ["recipe", "epochs", "changed", "seeds", "held-out top-1, last exit", "mean of exits"]
     tuned = {(record["recipe"], record["epochs"]) for record in records.values() if is_candidate(record)}
     found = [one for one in records.values() if one["holdout"] and (one["recipe"], one["epochs"]) in tuned]
     rows = []
     for record in sorted(found, key=lambda one: (one["recipe"], -one["epochs"], what_changed(one), one["name"])):
         last = [(entry.get("heldout_top1") or [None])[-1] for entry in record["runs"]]
         known = [record["recipe"], length(record), what_changed(record) or "nothing", str(len(last))]
-        rows.append([*known, cell(last)])
+        several = len(record["exit_blocks"]) > 1
+        rows.append([*known, cell(last), cell(seed_values(record, "heldout_mean")) if several else "-"])
     return markdown(header, rows or [[NOT_RUN, *[""] * (len(header) - 1)]])
 
 

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from bicovg.aside import Aside
 
 
+def _ordered(x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+    """On a CPU in channels_last order, in which all that follows is fastest; on a GPU a trainer's weights bring it."""
+    return x.contiguous(memory_format=torch.channels_last) if x.device.type == "cpu" else x
+
+
 class Block(nn.Module):
     """One convolution with its norm, and, where it is an exit, goodness and readout.
 
@@ -73,6 +78,7 @@ class Block(nn.Module):
 
         At a unit's entrance the FAL is all that needs a gradient of the convolution's input, and only its sum.
         """
+        x = _ordered(x)
         if self.alignment is None:
             return self._convolve(x)
         if x.requires_grad or not torch.is_grad_enabled():
@@ -97,8 +103,7 @@ class Block(nn.Module):
 
                 return conv_aside(x, weight, self.aside)
             return F.conv2d(x, weight, self.conv.bias, padding=1)
-        y: Tensor = self.conv(x)
-        return y
+        return _ordered(self.conv(x))
 
     def _reads_image(self, x: Tensor, weight: Tensor) -> bool:
         """Whether the convolution runs as the kernel for few channels."""

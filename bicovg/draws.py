@@ -71,22 +71,29 @@ def draw_permutation(size: int, *parts: int) -> Int[Tensor, " n"]:
     return torch.argsort(make_keys(*parts, torch.arange(size)), stable=True)
 
 
-def keep_mask(keys: Int[Tensor, " b"], shape: Sequence[int], drop: float) -> Tensor:
+def keep_mask(keys: Int[Tensor, " b"], shape: Sequence[int], drop: float, channels_last: bool = False) -> Tensor:
     """Boolean (B, *shape): each element of a sample is dropped with probability ``drop``, resolved to 2^-16.
 
     This runs once per activation, so the hash is 32-bit ("lowbias32") and serves two elements, those at (2 i, ...) and
     (2 i + 1, ...) of ``shape``: neighbouring channels. The first takes its high half, the second its low half.
+    ``channels_last`` is the order in which the mask lies in memory, and changes no element of it.
     """
     rows, inner = shape[0], math.prod(shape[1:])
     pairs = (rows + 1) // 2
+    places = torch.arange(pairs * inner, dtype=torch.int32, device=keys.device)
+    if channels_last:
+        places = places.view(pairs, inner).t().flatten()
     # The key is added before anything is multiplied, for the reason given in draw_uniforms.
-    x = (keys & 0xFFFFFFFF).to(torch.int32).unsqueeze(-1) + torch.arange(
-        pairs * inner, dtype=torch.int32, device=keys.device
-    )
+    x = (keys & 0xFFFFFFFF).to(torch.int32).unsqueeze(-1) + places
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x7FEB352D
     x = x ^ ((x >> 15) & 0x1FFFF)
     x = x * -2073254261  # 0x846CA68B
-    x = (x ^ ((x >> 16) & 0xFFFF)).view(-1, pairs, 1, inner)
+    x = x ^ ((x >> 16) & 0xFFFF)
+    limit = round(drop * (1 << 16))
+    if channels_last:
+        halves = torch.stack([(x >> 16) & 0xFFFF, x & 0xFFFF], dim=2).view(-1, inner, 2 * pairs)[:, :, :rows]
+        return (halves >= limit).transpose(1, 2).view(-1, *shape)
+    x = x.view(-1, pairs, 1, inner)
     halves = torch.cat([(x >> 16) & 0xFFFF, x & 0xFFFF], dim=2).flatten(1, 2)[:, :rows]
-    return (halves >= round(drop * (1 << 16))).view(-1, *shape)
+    return (halves >= limit).view(-1, *shape)

@@ -21,6 +21,11 @@ def widen(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
+def transformed() -> bool:
+    """Whether ``torch.func`` is at work here, which may differentiate what no tensor says it will."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def cell_bounds(size: int, scale: int) -> list[tuple[int, int]]:
     """First and past-last index of each of ``scale`` cells that tile ``size`` without overlap."""
     edges = [i * size // scale for i in range(scale + 1)]
@@ -79,8 +84,8 @@ def bicovg(
 ) -> Float[Tensor, "b d"]:
     """``[pcs(s1) | cc(s1) | pcs(s2) | cc(s2)]``; without ``weight``, the pcs parts alone.
 
-    Squares and projections are computed once and shared by all scales. This is the definition, the CPU path and
-    the oracle of the fused kernel in ``bicovg.kernels.goodness``.
+    Squares and projections are computed once and shared by all scales. This is the definition, and the oracle of the
+    fused kernel in ``bicovg.kernels.goodness`` and of ``bicovg.kernels.goodness_cpu``.
     """
     energies = [widen(f).square()]
     if weight is not None:
@@ -110,7 +115,7 @@ class BiCovG(nn.Module):
                 f"{channels} channels cannot be divided by reduction {reduction}: choose a reduction that divides them"
             )
         self.scales = tuple(scales)
-        self.plain = False  # True: the plain function on a GPU too
+        self.plain = False  # True: the plain function on every device
         self.shadow: Tensor | None = None  # the weight in bfloat16, kept up to date by ``bicovg.updates``
         projections = channels // reduction if cross_channel else 0
         self.dim = sum((channels + projections) * s * s for s in scales)
@@ -125,6 +130,11 @@ class BiCovG(nn.Module):
 
             if fused_available(f):
                 return fused_bicovg(f, self.weight, self.scales)
+        elif not self.plain:
+            from bicovg.kernels.goodness_cpu import fits_cpu, lean_bicovg
+
+            if fits_cpu(f, self.weight, self.scales):
+                return lean_bicovg(f, self.weight, self.scales)
         return bicovg(f, self.weight, self.scales)
 
     def extra_repr(self) -> str:

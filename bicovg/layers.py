@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bicovg.draws import keep_mask
-from bicovg.goodness import widen
+from bicovg.goodness import transformed, widen
 
 
 def safe_sqrt(x: Tensor) -> Tensor:
     """sqrt whose value and gradient at 0 are 0 (its true slope there is infinite); NaN stays NaN."""
+    if not (torch.is_grad_enabled() or transformed()):
+        return x.sqrt()
     zero = x == 0
     return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())
 
@@ -37,7 +39,8 @@ def keyed_dropout(x: Float[Tensor, "b ..."], drop: float, keys: Int[Tensor, " b"
     """Dropout whose mask is a function of each sample's key (see ``bicovg.draws``), scaled by 1 / (1 - drop)."""
     if drop == 0.0:
         return x
-    keep = keep_mask(keys, x.shape[1:], drop)
+    channels_last = x.device.type == "cpu" and x.dim() == 4 and x.stride(1) == 1 != x.shape[1]  # else mixed below
+    keep = keep_mask(keys, x.shape[1:], drop, channels_last)
     return torch.where(keep, x * (1.0 / (1.0 - drop)), 0.0).to(x.dtype)
 
 

@@ -19,6 +19,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Only these modules are instrumented: a Triton kernel must reach its compiler as it was written.
 SHAPE_CHECKED = [
     "bicovg.goodness",
+    "bicovg.kernels.goodness_cpu",
     "bicovg.layers",
     "bicovg.draws",
     "bicovg.blocks",

@@ -37,7 +37,7 @@ def bad_loss(unit, value):
 def bad_gradient(block, value):
     def poison(gradient):
         gradient = gradient.clone()
-        gradient.view(-1)[0] = value
+        gradient[(0,) * gradient.dim()] = value
         return gradient
 
     return block.conv.weight.register_hook(poison).remove

@@ -243,6 +243,14 @@ def test_keep_mask_equals_halves_of_lowbias32_in_unbounded_integers(key: int, C:
     assert keep_mask(torch.tensor([key]), (C, P, 1), drop).shape == (1, C, P, 1)
 
 
+@pytest.mark.parametrize("shape", [(1, 4, 4), (2, 1, 1), (5, 3, 4), (6, 2, 5), (7, 1, 3)])
+def test_keep_mask_is_the_same_in_either_order_of_memory(shape: tuple[int, ...]) -> None:
+    keys = make_keys(0, draws.DROPOUT, torch.arange(3))
+    mask, other = keep_mask(keys, shape, 0.4), keep_mask(keys, shape, 0.4, channels_last=True)
+    assert torch.equal(mask, other)
+    assert other.stride(1) == 1 or shape[0] == 1 or shape[1:] == (1, 1)
+
+
 @pytest.mark.parametrize("drop", [0.1, 0.5, 0.9])
 def test_keep_mask_drops_at_the_rate_asked_for(drop: float) -> None:
     mask = keep_mask(make_keys(0, draws.DROPOUT, torch.arange(256)), (4096,), drop)

@@ -244,7 +244,7 @@ def test_per_channel_point_of_the_ablation_is_one_energy_per_channel_without_par
     goodness = BiCovG(12, scales=(1,), cross_channel=False)  # 8 does not divide 12, which nothing here needs
     f = torch.randn(2, 12, 3, 3)
     assert list(goodness.parameters()) == []
-    assert torch.equal(goodness(f), spatial_energy(f, 1))
+    torch.testing.assert_close(goodness(f), spatial_energy(f, 1))
 
 
 @pytest.mark.parametrize("reduction", [4, 8, 16])

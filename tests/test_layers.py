@@ -79,6 +79,18 @@ def test_rms_pool_matches_the_textbook(seed: int, B: int, C: int, H: int, W: int
     assert_matches(rms_pool, textbook.rms_pool, random_tensor(seed, B, C, H, W))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in its first jvp
+@pytest.mark.parametrize("graph", [True, False])
+def test_functional_transforms_meet_no_infinite_slope_at_zero(graph: bool) -> None:
+    x = torch.zeros(2, 1, 2, 2)
+    with torch.set_grad_enabled(graph):
+        value, slope = torch.func.jvp(rms_pool, (x,), (torch.ones_like(x),))
+        each = torch.func.grad(lambda x: torch.func.vmap(rms_pool)(x[:, None]).sum())(x)
+    assert not value.any()
+    assert not slope.any()
+    assert not each.any()
+
+
 def test_rms_pool_with_another_window_matches_the_textbook() -> None:
     x = random_tensor(0, 2, 2, 7, 8)
     assert_matches(RMSPool(size=3), lambda x: textbook.rms_pool(x, 3), x)

@@ -20,11 +20,12 @@ from bicovg.stages import StageEngine, measure_units
 from bicovg.stopping import Stopper, StopRequested
 from bicovg.trainer import Trainer
 
-# batch norm, dropout and FAL on; 16 steps an epoch, so that a queue of 8 can fill
+# batch norm, dropout and FAL on, its map large enough for sums to depend on their order; 16 steps an epoch, so that a
+# queue of 8 can fill
 TINY: dict[str, Any] = {
     "data.name": "synthetic",
     "data.num_classes": 4,
-    "data.image_size": 4,
+    "data.image_size": 16,
     "data.augment.flip": True,
     "model.channels": (8, 8, 8, 16),
     "model.pools": (1,),
@@ -203,7 +204,7 @@ def count_bytes(team: Team, config: Config, run: Path) -> int:
 def test_a_stage_sends_its_last_units_output_and_nothing_goes_back(tmp_path: Path) -> None:
     config = tiny(train__stages=2, train__cuts=(2,), train__epochs=1)
     sent = run_team(count_bytes, 2, config, tmp_path / "run", stages=2, delay=6)
-    activations = 32 * 8 * 2 * 2 * 4  # batch, channels and pooled map of block 1, float32
+    activations = 32 * 8 * 8 * 8 * 4  # batch, channels and pooled map of block 1, float32
     assert sent == [16 * (activations + 4), 0]
 
 

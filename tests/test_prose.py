@@ -420,6 +420,23 @@ def test_what_is_said_of_speed_and_memory_against_backprop() -> None:
     assert abs(speed(parts) / speed(rows["strict"]) - 2 / 3) < 0.03, "at two thirds of its speed"
 
 
+def test_what_is_said_of_a_cpu() -> None:
+    text, found = words("docs/performance.md"), {}
+    for recipe in ("cifar100-bicovg", "digits"):
+        path = ROOT / "benchmarks" / "results" / f"cpu-torch2.13.0-{recipe}.json"
+        (group,) = json.loads(path.read_text())["side_by_side"]
+        found[recipe] = group, group["speed_over_end-to-end"]["strict"]
+    (large, ratio), (small, other) = found.values()
+    for said in (
+        f"strict then trains {ratio['median']:.2f} times as many images a second as end to end (CIFAR-100, VGG-8, "
+        f"batch {large['sides'][0]['batch_size']}, five rounds between {ratio['min']:.2f} and {ratio['max']:.2f})",
+        f"({other['median']:.2f}, nine rounds between {other['min']:.2f} and {other['max']:.2f})",
+    ):
+        assert said in text
+    assert (large["rounds"], small["rounds"]) == (5, 9)
+    assert large["sides"][0]["width"] == 1
+
+
 def speed(row: dict[str, Any]) -> float:
     return float(row["images_per_second"]["median"])
 

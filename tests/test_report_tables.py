@@ -22,6 +22,7 @@ from bicovg.report.figures import compose
 from bicovg.report.filling import FIGURES, MARKED, WHOLE, draw_figures, fill_file, fill_tables, update_tables
 from bicovg.report.paper import EFFICIENCY
 from bicovg.report.record_charts import KINDS, record_charts
+from bicovg.report.scene import Text
 from bicovg.report.svg import svg_file
 from bicovg.report.tables import TABLES, read_records
 
@@ -219,7 +220,7 @@ def test_the_gain_figure_holds_the_difference_of_every_block(tmp_path: Path) -> 
     assert record_charts("gain", records) == []
 
 
-def test_a_network_with_one_exit_is_a_dot_at_its_block(tmp_path: Path) -> None:
+def test_a_network_with_one_exit_is_a_level_across_the_figure(tmp_path: Path) -> None:
     for name in ("bicovg", "bp"):
         run = make_run(tmp_path / name, f"cifar100-{name}", epochs=5)
         make_record(tmp_path / "records" / name, run)
@@ -231,7 +232,29 @@ def test_a_network_with_one_exit_is_a_dot_at_its_block(tmp_path: Path) -> None:
     records["bicovg"]["runs"][0]["fusion"] = {"train": None}
     assert record_charts("fusion", records) == []
     (chart,) = record_charts("by-block", records)
-    assert chart.hover["series"][1]["y"] == [None] * 7 + [61.5]
+    assert [line["name"] for line in chart.hover["series"]] == ["bicovg"]
+    assert {"bp", "61.50"} <= {mark.text for mark in chart.scene.marks if isinstance(mark, Text)}
+    del records["bicovg"]
+    assert record_charts("by-block", records) == []
+
+
+def test_many_records_of_one_length_are_drawn_by_what_they_show(tmp_path: Path) -> None:
+    rows = ("per-channel", "cc", "ms", "bicovg", "r4", "r16", "bicovg-fal", "hgb2", "grouped")
+    for name in rows:
+        run = make_run(tmp_path / name, f"cifar100-{name}", epochs=5)
+        change_config(run, "train", "precision", "bfloat16")
+        make_record(tmp_path / "records" / name, run)
+    charts = {kind: record_charts(kind, read_records(tmp_path)) for kind in KINDS}
+    for kind in ("by-block", "fusion"):
+        shown = {one.name: [line["name"].split()[0] for line in one.hover["series"]] for one in charts[kind]}
+        assert shown == {
+            f"{kind}-cifar100-5-goodness": ["bicovg", "cc", "ms", "per-channel"],
+            f"{kind}-cifar100-5-readings": ["bicovg", "bicovg-fal", "r16", "r4"],
+            f"{kind}-cifar100-5-scopes": ["bicovg", "grouped", "hgb2"],
+        }
+    assert [chart.name for chart in charts["gain"]] == ["gain-cifar100-5"]
+    for chart in charts["by-block"] + charts["fusion"]:
+        assert len({(ink, tuple(dash)) for _, ink, dash in chart.legend}) == len(chart.legend), "told apart"
 
 
 def test_the_early_exit_table_is_that_of_the_curve_beside_the_record(tmp_path: Path) -> None:

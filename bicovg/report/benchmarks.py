@@ -8,7 +8,7 @@ from typing import Any
 from bicovg.bench_cases import BASELINE
 from bicovg.bench_report import FOLDER
 from bicovg.recipes import RECIPES, get_recipe
-from bicovg.report.charts import Chart, Series, bar_chart
+from bicovg.report.charts import WIDE, Chart, Series, bar_chart
 from bicovg.report.collect import Json, RunData
 from bicovg.report.scene import BARS, STRONG
 
@@ -73,7 +73,7 @@ def _charts(result: dict[str, Any], name: str) -> list[Chart]:
     elif all(row["memory"]["saved_bytes"] for row in rows):
         saved = [row["memory"]["saved_bytes"] / 1e6 for row in rows]
         plots.append(("memory", "Kept for the backward pass, against backprop", "MB", saved))
-    options: dict[str, Any] = {"x_label": "", "note": note, "wide": True, "inks": inks}
+    options: dict[str, Any] = {"x_label": "", "note": note, "width": WIDE, "inks": inks}
     return [
         bar_chart(f"bench-{kind}-{name}", title, labels, [Series(unit, values)], y_label=unit, **options)
         for kind, title, unit, values in plots

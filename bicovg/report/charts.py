@@ -8,9 +8,9 @@ from typing import Any
 from bicovg.report.axes import Axis, fit_axis, percent_axis, short_number
 from bicovg.report.scene import AXIS, BARS, GRID, MUTED, TEXT, Dot, Ink, Line, Point, Raster, Rect, Scene, Text
 
-WIDTH, WIDE, HEIGHT = 420.0, 1240.0, 262.0
+WIDTH, PRINT, WIDE, HEIGHT = 420.0, 760.0, 1240.0, 262.0  # PRINT: across a page of text
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 12.0, 12.0, 44.0
-NAMES = 120.0  # room for the names of rules, right of the plot
+NAMES, NAME = 120.0, 6.4  # room for the names of rules, right of the plot: the least, and for each character
 TICK, LABEL = 12.5, 13.0  # font sizes
 CHARACTER = 7.4  # about the width of one in a tick's label
 MOST_POINTS = 1000  # of one line; longer ones are thinned, the last point kept
@@ -74,8 +74,9 @@ def line_chart(
     log: bool = False,
     zero: bool = False,
     markers: bool = False,
-    wide: bool = False,
+    width: float = WIDTH,
     span: Sequence[float] = (),
+    rules: Sequence[Rule] = (),
 ) -> Chart:
     """Lines over numbers; with ``markers`` every x gets a tick of its own and every value a dot.
 
@@ -85,27 +86,30 @@ def line_chart(
     keep = _thin(len(x))
     x = [x[i] for i in keep]
     series = [_only(line, keep) for line in series]
-    scene = Scene(WIDE if wide else WIDTH, HEIGHT)
+    scene = Scene(width, HEIGHT)
+    right = width - _beside(rules)
     numbers = [v for line in series for v in line.values if v is not None] + [v for v in span if math.isfinite(v)]
+    numbers += [rule.value for rule in rules]
     bottom, top = scene.height - BOTTOM, TOP
     vertical = percent_axis(numbers, bottom, top) if percent else fit_axis(numbers, bottom, top, log=log, zero=zero)
     margin = 0.04 if markers else 0.0
-    horizontal = fit_axis(x, LEFT, scene.width - RIGHT, margin=margin)
-    ticks = list(x) if markers and len(x) <= 20 else horizontal.ticks(8 if wide else 5, whole=True)
-    _frame(scene, vertical, scene.width - RIGHT, y_label, x_label)
+    horizontal = fit_axis(x, LEFT, right, margin=margin)
+    ticks = list(x) if markers and len(x) <= 20 else horizontal.ticks(8 if width > WIDTH else 5, whole=True)
+    _frame(scene, vertical, right, y_label, x_label)
     _x_ticks(scene, [(horizontal.place(t), short_number(t)) for t in ticks], crowded=True)
     for index, line in enumerate(series):
         for part in _pieces(x, line.values, horizontal, vertical):
             scene.add(Line(part, line.ink, line.width, line.dash, index))
             if markers or len(part) == 1:
                 scene.add(*(Dot(px, py, 2.6, line.ink, index) for px, py in part))
+    _rules(scene, rules, vertical, right)
     return Chart(
         name,
         title,
         note,
         scene,
         [(line.name, line.ink, line.dash) for line in series] if len(series) > 1 else [],
-        _hover(scene, [short_number(v) for v in x], [horizontal.place(v) for v in x], series, x_label, percent),
+        _hover(scene, right, [short_number(v) for v in x], [horizontal.place(v) for v in x], series, x_label, percent),
     )
 
 
@@ -119,7 +123,7 @@ def bar_chart(
     y_label: str = "",
     note: str = "",
     percent: bool = False,
-    wide: bool = False,
+    width: float = WIDTH,
     rules: Sequence[Rule] = (),
     inks: Sequence[Ink] | None = None,
 ) -> Chart:
@@ -127,8 +131,8 @@ def bar_chart(
 
     Bars begin at 0, unless ``percent`` values lie so close together that their differences would not show.
     """
-    scene = Scene(WIDE if wide else WIDTH, HEIGHT)
-    right = scene.width - (NAMES if rules else RIGHT)
+    scene = Scene(width, HEIGHT)
+    right = width - _beside(rules)
     numbers = [v for line in series for v in line.values if v is not None] + [rule.value for rule in rules]
     bottom, top = scene.height - BOTTOM, TOP
     close = percent and numbers and min(numbers) > 0.6 * max(numbers)
@@ -140,7 +144,7 @@ def bar_chart(
     slot = (right - LEFT) / max(1, len(labels))
     centres = [LEFT + slot * (i + 0.5) for i in range(len(labels))]
     _x_ticks(scene, list(zip(centres, labels, strict=True)), crowded=_crowded(labels, slot))
-    thick = min(slot * 0.78 / max(1, len(series)), 90.0 if wide else 46.0)
+    thick = min(slot * 0.78 / max(1, len(series)), 90.0 if width > WIDTH else 46.0)
     for index, line in enumerate(series):
         for place, value in enumerate(line.values):
             if value is None or not math.isfinite(value):
@@ -153,7 +157,9 @@ def bar_chart(
         scene.add(Line([(LEFT, base), (right, base)], AXIS))
     _rules(scene, rules, vertical, right)
     legend = [(line.name, line.ink, line.dash) for line in series] if len(series) > 1 else []
-    return Chart(name, title, note, scene, legend, _hover(scene, list(labels), centres, series, x_label, percent))
+    return Chart(
+        name, title, note, scene, legend, _hover(scene, right, list(labels), centres, series, x_label, percent)
+    )
 
 
 def grid_chart(
@@ -258,6 +264,11 @@ def _gap(ticks: Sequence[tuple[float, str]]) -> float:
     return ticks[1][0] - ticks[0][0] if len(ticks) > 1 else 100.0
 
 
+def _beside(rules: Sequence[Rule]) -> float:
+    """Room right of the plot: a margin, or what the names of rules take."""
+    return max([NAMES, *(8 + NAME * len(rule.name) for rule in rules)]) if rules else RIGHT
+
+
 def _rules(scene: Scene, rules: Sequence[Rule], vertical: Axis, right: float) -> None:
     """Lines with their names right of the plot, moved apart where they would meet."""
     step, half = 2.3 * TICK, TICK / 2
@@ -274,14 +285,20 @@ def _rules(scene: Scene, rules: Sequence[Rule], vertical: Axis, right: float) ->
 
 
 def _hover(
-    scene: Scene, labels: Sequence[str], places: Sequence[float], series: Sequence[Series], x_label: str, percent: bool
+    scene: Scene,
+    right: float,
+    labels: Sequence[str],
+    places: Sequence[float],
+    series: Sequence[Series],
+    x_label: str,
+    percent: bool,
 ) -> dict[str, Any]:
     return {
         "kind": "x",
         "x": list(labels),
         "at": [round(p, 1) for p in places],
         "series": [{"name": line.name, "y": [_round(v) for v in line.values]} for line in series],
-        "box": [LEFT, TOP, scene.width - RIGHT - LEFT, scene.height - BOTTOM - TOP],
+        "box": [LEFT, TOP, right - LEFT, scene.height - BOTTOM - TOP],
         "labels": [x_label],
         "unit": "%" if percent else "",
     }

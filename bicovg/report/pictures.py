@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bicovg.diagnostics import effective_layers
-from bicovg.report.charts import Chart, Rule, Series, bar_chart, grid_chart, line_chart
+from bicovg.report.charts import WIDE, WIDTH, Chart, Rule, Series, bar_chart, grid_chart, line_chart
 from bicovg.report.collect import RunData
 from bicovg.report.scene import BARS, STRONG, Ink, depth_ink, run_dash, run_ink
 
@@ -117,7 +117,7 @@ def fusion_weights(runs: Sequence[RunData]) -> Chart | None:
 
 
 def weight_bars(
-    name: str, title: str, chosen: Sequence[tuple[str, list[int], list[float]]], note: str = "", wide: bool = False
+    name: str, title: str, chosen: Sequence[tuple[str, list[int], list[float]]], note: str = "", width: float = WIDTH
 ) -> Chart:
     """Bars of (label, exit blocks, weights), one set of each."""
     blocks = sorted({block for _, exits, _ in chosen for block in exits})
@@ -125,8 +125,9 @@ def weight_bars(
     for index, (label, exits, weights) in enumerate(chosen):
         by_block = dict(zip(exits, weights, strict=True))
         series.append(Series(label, [by_block.get(b) for b in blocks], run_ink(index)))
-    labels, wide = [str(block) for block in blocks], wide or len(series) * len(blocks) > 40
-    return bar_chart(name, title, labels, series, y_label="weight", note=note, wide=wide)
+    if width == WIDTH and len(series) * len(blocks) > 40:
+        width = WIDE
+    return bar_chart(name, title, [str(block) for block in blocks], series, y_label="weight", note=note, width=width)
 
 
 def early_exit_curves(runs: Sequence[RunData]) -> Chart | None:
@@ -150,7 +151,7 @@ def early_exit_curves(runs: Sequence[RunData]) -> Chart | None:
 
 
 def compute_curves(
-    name: str, title: str, chosen: Sequence[tuple[str, list[dict[str, Any]]]], note: str = "", wide: bool = False
+    name: str, title: str, chosen: Sequence[tuple[str, list[dict[str, Any]]]], note: str = "", width: float = WIDTH
 ) -> Chart:
     """Accuracy against compute of (label, points), one line of each."""
     costs = sorted({100 * point["compute"] for _, points in chosen for point in points})
@@ -167,7 +168,7 @@ def compute_curves(
         y_label="top-1, %",
         note=note,
         percent=True,
-        wide=wide,
+        width=width,
     )
 
 

@@ -1,7 +1,8 @@
 """The paper's figures from ``records/``: accuracy per block, what BiCovG gains per block, fusion weights; early exit.
 
-Records of one data set and one length share a figure; several seeds are drawn as their mean. Tuning candidates are in
-none: what is drawn was measured on test images.
+Records of one data set and one length share a figure, or, where they are many, one of goodnesses, one of other readings
+and one of scopes; several seeds are drawn as their mean. Tuning candidates are in none: what is drawn was measured on
+test images.
 """
 
 import statistics
@@ -10,7 +11,7 @@ from typing import Any
 
 from bicovg.diagnostics import effective_layers
 from bicovg.records import Record, seed_values
-from bicovg.report.charts import Chart, Series, bar_chart, line_chart
+from bicovg.report.charts import PRINT, Chart, Rule, Series, bar_chart, line_chart
 from bicovg.report.pictures import compute_curves, weight_bars
 from bicovg.report.scene import run_dash, run_ink
 
@@ -20,6 +21,8 @@ DATA = {
     "imagenet100": "ImageNet-100, VGG-16",
     "digits": "digits",
 }
+MOST = 8  # records in one figure
+POINTS = ("per-channel", "cc", "ms", "bicovg")  # of the ablation
 Records = dict[str, Record]
 
 
@@ -31,6 +34,28 @@ def groups(records: Records) -> Iterator[tuple[str, str, list[Record]]]:
             same = sorted((record for record in own if record["epochs"] == epochs), key=lambda one: str(one["name"]))
             short = not all(map(is_full, same))
             yield f"{data}-{epochs}", f"{title}, {epochs} epochs{' (short)' if short else ''}", same
+
+
+def readable(end: str, title: str, records: list[Record]) -> Iterator[tuple[str, str, list[Record]]]:
+    """A group as it is or, of too many records, by what they show; plain BiCovG, the common measure, in every part."""
+    if len(records) <= MOST:
+        yield end, title, records
+        return
+    parts: dict[str, list[Record]] = {"goodness": [], "readings": [], "scopes": []}
+    for record in records:
+        kind = str(record["recipe"]).removeprefix(f"{record['data']}-")
+        as_recipe = not record["changes"] and not record["holdout"] and record["precision"] == "bfloat16"
+        if kind == "bicovg" and as_recipe:
+            names = list(parts)
+        elif record["scope"] != "strict":
+            names = ["scopes"]
+        else:
+            names = ["goodness" if kind in POINTS and as_recipe else "readings"]
+        for name in names:
+            parts[name].append(record)
+    for name, found in parts.items():
+        if found:
+            yield f"{end}-{name}", f"{title}: {name}", found
 
 
 def label(record: Record) -> str:
@@ -45,14 +70,28 @@ def exit_means(record: Record) -> list[float]:
 
 
 def by_block(end: str, title: str, records: list[Record]) -> Chart | None:
-    blocks = sorted({block for record in records for block in record["exit_blocks"]})
+    """A line for every network with several exits; one with a single exit is a level across the figure."""
+    several = [record for record in records if len(record["exit_blocks"]) > 1]
+    if not several:
+        return None
+    blocks = sorted({block for record in several for block in record["exit_blocks"]})
     series = []
-    for index, record in enumerate(records):
+    for index, record in enumerate(several):
         top1 = dict(zip(record["exit_blocks"], exit_means(record), strict=True))
         series.append(Series(label(record), [top1.get(b) for b in blocks], run_ink(index), run_dash(index)))
-    name = f"by-block-{end}"
+    single = [record for record in records if len(record["exit_blocks"]) == 1]
+    rules = [Rule(label(one), exit_means(one)[0], run_ink(len(series) + i)) for i, one in enumerate(single)]
     return line_chart(
-        name, title, blocks, series, x_label="block", y_label="top-1, %", percent=True, markers=True, wide=True
+        f"by-block-{end}",
+        title,
+        blocks,
+        series,
+        x_label="block",
+        y_label="top-1, %",
+        percent=True,
+        markers=True,
+        width=PRINT,
+        rules=rules,
     )
 
 
@@ -92,7 +131,7 @@ def gain(end: str, title: str, records: list[Record]) -> Chart | None:
         [str(block) for block in after["exit_blocks"]],
         [Series("gain", gains)],
         y_label="points of top-1",
-        wide=True,
+        width=PRINT,
     )
 
 
@@ -108,7 +147,7 @@ def fusion(end: str, title: str, records: list[Record]) -> Chart | None:
         weights = [statistics.fmean(column) for column in zip(*fits, strict=True)]
         amount = statistics.fmean(effective_layers(fit) for fit in fits)
         chosen.append((f"{label(record)} (N_eff {amount:.1f})", record["exit_blocks"], weights))
-    return weight_bars(f"fusion-{end}", f"Fusion weights: {title}", chosen, wide=True)
+    return weight_bars(f"fusion-{end}", f"Fusion weights: {title}", chosen, width=PRINT)
 
 
 def early_exit(end: str, title: str, records: list[Record]) -> Chart | None:
@@ -118,8 +157,9 @@ def early_exit(end: str, title: str, records: list[Record]) -> Chart | None:
         found = record["runs"][0].get("early_exit")
         if found and "mean" in found["rules"] and is_full(record):
             name = str(record["name"]).removeprefix(f"{record['data']}-")
-            curves.append((name, found["rules"]["mean"]["curve"]))
-    return compute_curves(f"early-exit-{end}", f"Early exit: {title}", curves, wide=True) if curves else None
+            curves.append((f"{name}, seed {record['runs'][0]['seed']}", found["rules"]["mean"]["curve"]))
+    heading = f"Early exit by the mean of the blocks so far: {title}"
+    return compute_curves(f"early-exit-{end}", heading, curves, width=PRINT) if curves else None
 
 
 KINDS: dict[str, Callable[[str, str, list[Record]], Chart | None]] = {
@@ -130,7 +170,12 @@ KINDS: dict[str, Callable[[str, str, list[Record]], Chart | None]] = {
 }
 
 
+CUT = ("by-block", "fusion")  # kinds that draw every record of a group
+
+
 def record_charts(kind: str, records: Records) -> list[Chart]:
     """Every figure of a kind that the records allow."""
-    found = [KINDS[kind](*group) for group in groups(records)]
+    whole = groups(records)
+    cut = (part for group in whole for part in readable(*group)) if kind in CUT else whole
+    found = [KINDS[kind](*group) for group in cut]
     return [chart for chart in found if chart is not None]

@@ -19,7 +19,17 @@ from bicovg.report.bench_tables import shorten
 from bicovg.report.benchmarks import SHORT, bench_charts
 from bicovg.report.collect import read_runs
 from bicovg.report.figures import compose
-from bicovg.report.filling import FIGURES, MARKED, WHOLE, draw_figures, fill_file, fill_tables, update_tables
+from bicovg.report.filling import (
+    FIGURES,
+    MARKED,
+    NOT_RUN,
+    WHOLE,
+    draw_figures,
+    fill_file,
+    fill_tables,
+    links,
+    update_tables,
+)
 from bicovg.report.paper import EFFICIENCY
 from bicovg.report.record_charts import KINDS, record_charts
 from bicovg.report.scene import Text
@@ -253,6 +263,7 @@ def test_many_records_of_one_length_are_drawn_by_what_they_show(tmp_path: Path) 
             f"{kind}-cifar100-5-scopes": ["bicovg", "grouped", "hgb2"],
         }
     assert [chart.name for chart in charts["gain"]] == ["gain-cifar100-5"]
+    assert links("by-block-full", read_records(tmp_path), "") == NOT_RUN, "they are short"
     for chart in charts["by-block"] + charts["fusion"]:
         assert len({(ink, tuple(dash)) for _, ink, dash in chart.legend}) == len(chart.legend), "told apart"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from bicovg.errors import UserError
 from bicovg.report.bench_tables import NOT_RUN
 from bicovg.report.figures import compose
-from bicovg.report.record_charts import DATA, KINDS, record_charts
+from bicovg.report.record_charts import DATA, KINDS, SHORT, record_charts
 from bicovg.report.svg import svg_file
 from bicovg.report.tables import TABLES, Records, read_records
 
@@ -43,7 +43,7 @@ def links(kind: str, records: Records, figures: str) -> str:
     """``kind``, or, with ``-full``, without short runs' figures."""
     charts = record_charts(kind.removesuffix(WHOLE), records)
     if kind.endswith(WHOLE):
-        charts = [chart for chart in charts if not chart.title.endswith("(short)")]
+        charts = [chart for chart in charts if SHORT not in chart.title]
     return (
         "\n\n".join(f"![{chart.title}]({figures}/{chart.name}.svg)" for chart in charts) + "\n" if charts else NOT_RUN
     )

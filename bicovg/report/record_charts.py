@@ -21,6 +21,7 @@ DATA = {
     "imagenet100": "ImageNet-100, VGG-16",
     "digits": "digits",
 }
+SHORT = " (short)"  # in the title of what is not full runs alone
 MOST = 8  # records in one figure
 POINTS = ("per-channel", "cc", "ms", "bicovg")  # of the ablation
 Records = dict[str, Record]
@@ -33,7 +34,7 @@ def groups(records: Records) -> Iterator[tuple[str, str, list[Record]]]:
         for epochs in sorted({record["epochs"] for record in own}, reverse=True):
             same = sorted((record for record in own if record["epochs"] == epochs), key=lambda one: str(one["name"]))
             short = not all(map(is_full, same))
-            yield f"{data}-{epochs}", f"{title}, {epochs} epochs{' (short)' if short else ''}", same
+            yield f"{data}-{epochs}", f"{title}, {epochs} epochs{SHORT if short else ''}", same
 
 
 def readable(end: str, title: str, records: list[Record]) -> Iterator[tuple[str, str, list[Record]]]:

@@ -14,7 +14,7 @@ from bicovg.aside import Aside
 from bicovg.blocks import Block
 from bicovg.config import Config
 from bicovg.data.loader import Loader
-from bicovg.draws import DROPOUT, make_keys
+from bicovg.draws import DROPOUT, extend_keys, make_keys
 from bicovg.engine import EagerEngine, TrainingState, compile_units
 from bicovg.lanes import SMALL, Lanes, first_small_unit
 from bicovg.networks import LocalNetwork
@@ -63,6 +63,7 @@ class GraphEngine(EagerEngine):
             compile_units(net)
         self.indices = torch.arange(loader.batch_size // loader.world, device=loader.device)
         self.images = self._make_images()
+        self.root = make_keys(config.seed, DROPOUT).to(loader.device)
         self.epoch, self.step = (torch.zeros((), dtype=torch.int64, device=loader.device) for _ in range(2))
         self.prepare = self._prepare if compiled is False else torch.compile(self._prepare, dynamic=False)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -89,7 +90,7 @@ class GraphEngine(EagerEngine):
         """Fill ``images``; labels and dropout keys."""
         batch = self.loader.assemble(indices, epoch)
         self.images.copy_(self.net.prepare(batch.images))
-        return batch.labels, make_keys(self.config.seed, DROPOUT, step, batch.indices)
+        return batch.labels, extend_keys(self.root, step, batch.indices)
 
     def _body(self) -> Tensor:
         return self.train_prepared(self.images, *self.prepare(self.indices, self.epoch, self.step))

@@ -51,7 +51,12 @@ def _mix_int(x: int) -> int:
 
 def make_keys(*parts: int | Tensor) -> Int[Tensor, "..."]:
     """Hash any mix of integers and int64 tensors (broadcast together) into int64 keys."""
-    key: int | Tensor = 0
+    return extend_keys(0, *parts)
+
+
+def extend_keys(start: int | Tensor, *parts: int | Tensor) -> Int[Tensor, "..."]:
+    """``make_keys(*some, *parts)`` from ``start``, which is ``make_keys(*some)``; from 0, ``make_keys(*parts)``."""
+    key = start
     for part in parts:
         assert isinstance(part, int) or part.dtype == torch.int64, "a key part must be an int or an int64 tensor"
         joined = key ^ part

@@ -237,16 +237,18 @@ import sys
 import torch
 from bicovg.data.augment import Augmentation, augment, make_constants
 from bicovg.data.loader import sample_keys
+from bicovg.draws import AUGMENT, make_keys
 colour = dict(flip=True, brightness=0.4, contrast=0.4, saturation=0.4, grayscale=0.2)
 recipes = [Augmentation(crop_pad=2, **colour), Augmentation(resized_crop=6, flip=True),
            Augmentation(crop_pad=2, hue=0.1), Augmentation(), Augmentation(short_side=8, centre_crop=6)]
 images = torch.randint(0, 256, (4, 8, 9, 3), dtype=torch.uint8)
+root = make_keys(7, AUGMENT)
 indices = torch.tensor([3, 1, 4, 5])
 backend, count = sys.argv[1], int(sys.argv[2])
 for recipe in recipes[:count]:
     constants = make_constants(recipe, torch.rand(3), torch.rand(3) + 0.1)
     def build(images, indices, epoch):
-        return augment(images, sample_keys(7, epoch, indices), recipe, constants)
+        return augment(images, sample_keys(root, epoch, indices), recipe, constants)
     compiled = torch.compile(build, backend=backend, fullgraph=True, dynamic=False)
     for epoch in (torch.tensor(0), torch.tensor(1)):
         result, expected = compiled(images, indices, epoch), build(images, indices, epoch)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bicovg import draws
-from bicovg.draws import draw_permutation, draw_uniforms, keep_mask, make_keys, mix
+from bicovg.draws import draw_permutation, draw_uniforms, extend_keys, keep_mask, make_keys, mix
 
 DEVICES = [
     "cpu",
@@ -113,6 +113,11 @@ def test_key_is_the_chain_of_mixes_over_its_parts(parts: list[int]) -> None:
     for part in parts:
         key = splitmix64(key ^ (part & MASK64))
     assert int(make_keys(*parts)) & MASK64 == key
+
+
+@given(st.lists(int64s, max_size=2), st.lists(int64s, max_size=2))
+def test_a_key_can_be_extended(first: list[int], more: list[int]) -> None:
+    assert torch.equal(extend_keys(make_keys(*first), *more), make_keys(*first, *more))
 
 
 @pytest.mark.parametrize("device", DEVICES)

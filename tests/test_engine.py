@@ -21,6 +21,7 @@ from bicovg.captured import GraphEngine, move_aside
 from bicovg.choosing import fall_back, make_engine
 from bicovg.config import Config, override
 from bicovg.data.splits import load_splits, make_loaders
+from bicovg.draws import DROPOUT, make_keys
 from bicovg.engine import CompiledEngine, EagerEngine, TrainingState
 from bicovg.errors import UserError
 from bicovg.goodness import BiCovG
@@ -89,6 +90,35 @@ def check_in_a_process(call: str, module: str = __name__) -> None:
 
 def test_compiled_steps_follow_eager_ones_and_compile_once() -> None:
     check_in_a_process("compare_compiled()")
+
+
+def compare_seeds() -> None:
+    """The tracer's graphs are what inductor looks up among those it has compiled before."""
+    graphs: list[str] = []
+
+    def keep(graph: Any, inputs: Any) -> Callable[..., Any]:
+        graphs.append(graph.code)
+        return graph.forward  # type: ignore[no-any-return]
+
+    torch.compile = functools.partial(torch.compile, backend=keep, fullgraph=True)
+    seen, changes = [], {"train.schedule": "summed", "data.augment.crop_pad": 1, "data.augment.brightness": 0.4}
+    for seed in (0, 3):
+        engine = make(GraphEngine, small_config(seed=seed, **changes))
+        assert isinstance(engine, GraphEngine)
+        engine.epoch.fill_(2)
+        engine.step.fill_(40)
+        labels, keys = engine.prepare(engine.indices, engine.epoch, engine.step)
+        batch = engine.loader.assemble(engine.indices, 2)
+        assert torch.equal(keys, make_keys(seed, DROPOUT, 40, engine.indices))
+        assert torch.equal(labels, batch.labels)
+        torch.testing.assert_close(engine.images, batch.images)
+        seen.append(batch.images)
+    assert not torch.equal(*seen)
+    assert len(set(graphs)) == 1, "a seed is a constant of what is compiled"
+
+
+def test_another_seed_needs_no_other_compilation() -> None:
+    check_in_a_process("compare_seeds()")
 
 
 def test_training_state_comes_back_in_place() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bicovg.data.augment import Augmentation, augment, make_constants
 from bicovg.data.crops import Bytes, Whole
-from bicovg.draws import AUGMENT, ORDER, draw_permutation, make_keys
+from bicovg.draws import AUGMENT, ORDER, draw_permutation, extend_keys, make_keys
 from bicovg.errors import UserError
 
 RESIDENT_SHARE = 0.6  # of the free device memory that a resident data set may take
@@ -127,9 +127,12 @@ def choose(count: int, labels: Any, subset: Any) -> tuple[Indices, Tensor]:
     return chosen, torch.from_numpy(values[chosen])
 
 
-def sample_keys(seed: int, epoch: int | Int[Tensor, ""], indices: Whole) -> Whole:
-    """Keys of the samples' augmentation; ``epoch`` as a device tensor stays variable in a captured graph."""
-    return make_keys(seed, AUGMENT, epoch, indices)
+def sample_keys(root: Int[Tensor, ""], epoch: int | Int[Tensor, ""], indices: Whole) -> Whole:
+    """Keys of the samples' augmentation; ``root`` is ``make_keys(seed, AUGMENT)``.
+
+    As device tensors, seed and epoch stay variable in what is compiled or captured.
+    """
+    return extend_keys(root, epoch, indices)
 
 
 class Loader:
@@ -167,6 +170,7 @@ class Loader:
         self.augmentation = augmentation or Augmentation()
         self.shuffle, self.drop_last, self.rank, self.world = shuffle, drop_last, rank, world
         self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        self.root = make_keys(seed, AUGMENT).to(self.device)  # a tensor, or each seed would be compiled anew
         self.mean = torch.as_tensor(mean, dtype=torch.float32, device=self.device)
         self.std = torch.as_tensor(std, dtype=torch.float32, device=self.device)
         self._check()
@@ -236,7 +240,7 @@ class Loader:
             assert self.resident_images is not None, "no resident data set to take images from"
             images = self.resident_images.index_select(0, indices)
         sizes = None if self.sizes is None else self.sizes.index_select(0, indices)
-        keys = sample_keys(self.seed, epoch, indices)
+        keys = sample_keys(self.root, epoch, indices)
         x = augment(images, keys, self.augmentation, self.constants, sizes)
         return Batch(indices, x, self.resident_labels.index_select(0, indices))
 

@@ -166,7 +166,7 @@ def fusion_table(records: Records) -> str:
 
 def diagnostics_table(records: Records) -> str:
     """SG, DG and the changes of DA, TR and N_eff, between records of equal length."""
-    header = ["change", "data", "epochs", "SG", "DG", "DA", "TR", "N_eff", "paper: SG, DG, DA, TR, N_eff"]
+    header = ["change", "data", "epochs", "seeds", "SG", "DG", "DA", "TR", "N_eff", "paper: SG, DG, DA, TR, N_eff"]
     rows = []
     for data, (before, after), paper in DIAGNOSTICS:
         name = f"{before} to {after}"
@@ -176,9 +176,11 @@ def diagnostics_table(records: Records) -> str:
             for b in of_recipe(records, f"{data}-{after}")
             if comparable(a, b)
         ]
-        rows += [[name, data, length(b), *diagnostic_cells(a, b), paper] for a, b in pairs]
+        for a, b in pairs:
+            seeds = f"{len(a['seeds'])} to {len(b['seeds'])}"
+            rows.append([name, data, length(b), seeds, *diagnostic_cells(a, b), paper])
         if not pairs:
-            rows.append([name, data, "-", NOT_RUN, *[""] * 4, paper])
+            rows.append([name, data, "-", "-", NOT_RUN, *[""] * 4, paper])
     return markdown(header, rows)
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from bicovg.draws import make_keys
-from bicovg.goodness import BiCovG, Readout
+from bicovg.goodness import BiCovG, Readout, transformed
 from bicovg.layers import FeatureAlignment, add_offset, keyed_dropout, rms_norm, rms_pool
 from bicovg.offsets import attach_offset
 from bicovg.signals import Credit, exit_credit
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 def _ordered(x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
     """On a CPU in channels_last order, in which all that follows is fastest; on a GPU a trainer's weights bring it."""
-    return x.contiguous(memory_format=torch.channels_last) if x.device.type == "cpu" else x
+    if x.device.type != "cpu" or transformed():  # ``vmap`` does not know the order of memory
+        return x
+    return x.contiguous(memory_format=torch.channels_last)
 
 
 class Block(nn.Module):
@@ -81,7 +83,7 @@ class Block(nn.Module):
         x = _ordered(x)
         if self.alignment is None:
             return self._convolve(x)
-        if x.requires_grad or not torch.is_grad_enabled():
+        if x.requires_grad or not torch.is_grad_enabled() or transformed():
             return self._convolve(self.alignment(x))
         offset = self.alignment.offset(x)
         y = self._convolve(add_offset(x, offset.detach()))

@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 
@@ -22,8 +23,8 @@ def widen(x: Tensor) -> Tensor:
 
 
 def transformed() -> bool:
-    """Whether ``torch.func`` is at work here, which may differentiate what no tensor says it will."""
-    return torch._C._are_functorch_transforms_active()
+    """Whether ``torch.func`` or forward-mode differentiation is at work: both differentiate what no tensor says."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def cell_bounds(size: int, scale: int) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import assert_matches, random_tensor
 from reference import goodness as textbook
+from torch.autograd import forward_ad
 
 from bicovg.goodness import BiCovG, bicovg
 from bicovg.kernels import goodness_cpu
@@ -165,13 +166,36 @@ def test_functional_transforms_work_on_the_module() -> None:
     torch.testing.assert_close(slope, 2 * value)  # goodness is quadratic in f
 
 
-def test_it_keeps_its_precision_where_the_backward_pass_runs_under_autocast() -> None:
+def test_a_second_derivative_where_the_matrix_is_made_from_the_map_or_the_map_from_it() -> None:
+    """What one was made from must not get the gradient that the other's part has given it already."""
+    f, weight = random_tensor(0, 2, 8, 4, 4), random_tensor(1, 2, 8)
+
+    def slopes(function: Callable[..., torch.Tensor], from_map: bool) -> list[torch.Tensor]:
+        leaf = (f if from_map else weight).clone().requires_grad_()
+        given = (leaf, leaf.mean(dim=(0, 2, 3)) * weight) if from_map else (f * leaf.mean(), leaf)
+        (first,) = torch.autograd.grad(function(*given, (1, 2)).square().sum(), leaf, create_graph=True)
+        return [first, *torch.autograd.grad(first.square().sum(), leaf)]
+
+    for from_map in (False, True):
+        for mine, exact in zip(slopes(lean_bicovg, from_map), slopes(bicovg, from_map), strict=True):
+            torch.testing.assert_close(mine, exact)
+
+
+def test_forward_mode_goes_through_the_definition() -> None:
+    goodness, f = BiCovG(8, (1, 2)).double(), random_tensor(0, 3, 8, 4, 4)
+    with forward_ad.dual_level():
+        value, slope = forward_ad.unpack_dual(goodness(forward_ad.make_dual(f, f)))
+    torch.testing.assert_close(slope, 2 * value)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_it_keeps_its_precision_where_the_backward_pass_runs_under_autocast(twice: bool) -> None:
     f, weight = torch.randn(2, 8, 4, 4), torch.randn(1, 8, requires_grad=True)
     total = lean_bicovg(f, weight, (1, 2)).sum()
     with torch.autocast("cpu", torch.bfloat16):
-        total.backward()
+        (found,) = torch.autograd.grad(total, weight, create_graph=twice)
     (wanted,) = torch.autograd.grad(bicovg(f, weight, (1, 2)).sum(), weight)
-    torch.testing.assert_close(weight.grad, wanted)
+    torch.testing.assert_close(found, wanted)
 
 
 def test_a_compiler_gets_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from reference.network import block as reference_block
+from torch.func import jacfwd, jacrev
 
 from bicovg import FeatureAlignment, local_network, vgg8, vgg16, vgg16_classic
 from bicovg.draws import keep_mask, make_keys
@@ -180,3 +181,22 @@ def test_a_strict_network_in_training_equals_the_textbook_block_by_block():
         assert torch.allclose(x, wanted, atol=1e-10)
         assert torch.allclose(logits, wanted_logits, atol=1e-10)
     assert sum(block.alignment is not None for block in blocks_of(net)) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in its first jvp
+def test_functional_transforms_work_on_a_whole_network():
+    net = tiny(alignment=True).eval().double()
+    assert any(block.alignment is not None for block in blocks_of(net))
+    weights, images = dict(net.named_parameters()), torch.randn(3, 3, 8, 8, dtype=torch.float64)
+
+    def loss(weights, image):
+        return torch.func.functional_call(net, weights, (image[None],)).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, images)
+    for index, image in enumerate(images):
+        wanted = torch.autograd.grad(loss(weights, image), list(weights.values()))
+        for (name, found), exact in zip(each.items(), wanted, strict=True):
+            torch.testing.assert_close(found[index], exact, msg=name)
+    forwards, backwards = (kind(lambda weights: loss(weights, images[0]))(weights) for kind in (jacfwd, jacrev))
+    for name, found in forwards.items():
+        torch.testing.assert_close(found, backwards[name], msg=name)

@@ -58,13 +58,22 @@ class _LeanGoodness(torch.autograd.Function):
         f, weight, *projected = ctx.saved_tensors
         wanted: tuple[bool, bool, bool] = ctx.needs_input_grad
         if torch.is_grad_enabled():  # the gradient is to have one of its own
-            leaves = [leaf for leaf, needed in zip((f, weight), wanted, strict=False) if needed]
-            found = iter(torch.autograd.grad(bicovg(f, weight, ctx.scales), leaves, grad, create_graph=True))
-            df, dweight = (next(found) if needed else None for needed in wanted[:2])
-            return df, dweight, None
+            return *_gradients_with_graph(f, weight, ctx.scales, grad, wanted), None
         maps = [f.contiguous(memory_format=torch.channels_last), *projected]
         with torch.autocast("cpu", enabled=False):
             return *_gradients(maps, weight, ctx.scales, grad, wanted), None
+
+
+def _gradients_with_graph(
+    f: Tensor, weight: Tensor | None, scales: tuple[int, ...], grad: Float[Tensor, "b d"], wanted: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """df and dW by autograd; of views, as one of f and weight may have been made from the other."""
+    own_f, own_weight = f.view_as(f), None if weight is None else weight.view_as(weight)
+    inputs = [x for x, needed in zip((own_f, own_weight), wanted, strict=False) if needed and x is not None]
+    with torch.autocast("cpu", enabled=False):
+        found = iter(torch.autograd.grad(bicovg(own_f, own_weight, scales), inputs, grad, create_graph=True))
+    df, dweight = (next(found) if needed else None for needed in wanted[:2])
+    return df, dweight
 
 
 def _gradients(

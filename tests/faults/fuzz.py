@@ -149,9 +149,16 @@ class Target:
         return True
 
 
+def peak_megabytes():
+    """Of this process; not ru_maxrss, which a process inherits from the one that started it."""
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1024
+
+
 def fuzz(run, count, seed):
     rng, scratch = random.Random(seed), Path(run).with_name("fuzzed")
     target = Target(run, scratch)
+    assert target.load()
+    before = peak_megabytes()  # of torch by itself, which is 200 to 500 MB by its build
     result = {"tried": 0, "taken": 0, "refused": 0, "slowest": 0.0, "failures": []}
     for number in range(count):
         attempt = (target.try_header, target.try_manifest, target.try_config)[number % 3]
@@ -165,9 +172,7 @@ def fuzz(run, count, seed):
         result["slowest"] = max(result["slowest"], time.process_time() - begun)
         result["tried"] += 1
         target.restore()
-    # not ru_maxrss: a process inherits that from the one that started it
-    status = Path("/proc/self/status").read_text()
-    result["megabytes"] = int(status.partition("VmHWM:")[2].split()[0]) / 1024
+    result["megabytes"] = peak_megabytes() - before
     shutil.rmtree(scratch)
     return result
 

@@ -12,13 +12,13 @@ from bicovg.networks import LocalNetwork
 
 
 def make_optimizers(net: LocalNetwork, config: OptimConfig, device: torch.device) -> list[Optimizer]:
-    """One per unit. On CUDA: fused, with the learning rate in a device tensor so that a graph can read it."""
-    on_gpu = device.type == "cuda"
+    """One per unit; on CUDA with the learning rate in a device tensor, so that a graph can read it."""
+    on_gpu, fused = device.type == "cuda", device.type in ("cuda", "cpu")  # one pass over memory, no temporaries
     lr: float | torch.Tensor = torch.tensor(config.lr, device=device) if on_gpu else config.lr
     made: list[Optimizer] = []
     for unit in net.units:
         if config.name == "adamw":
-            made.append(AdamW(unit.parameters(), lr, weight_decay=config.weight_decay, fused=on_gpu, capturable=on_gpu))
+            made.append(AdamW(unit.parameters(), lr, weight_decay=config.weight_decay, fused=fused, capturable=on_gpu))
         elif config.name == "sgd":
             made.append(
                 SGD(
@@ -26,7 +26,7 @@ def make_optimizers(net: LocalNetwork, config: OptimConfig, device: torch.device
                     lr,
                     momentum=config.momentum,
                     weight_decay=config.weight_decay,
-                    fused=on_gpu,
+                    fused=fused,
                 )
             )
         else:

@@ -33,12 +33,14 @@ class Outbox:
         self._waiting: deque[list[tuple[Any, Tensor]]] = deque()
 
     def put(self, tensor: Tensor) -> None:
-        """Send the activations of a batch."""
-        tensor = tensor.contiguous()
+        """Send the activations of a batch, in the order in which they lie in memory."""
+        channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+        tensor = tensor.permute(0, 2, 3, 1) if channels_last else tensor.contiguous()
         with self.team.talking():
             if not self.bytes_sent:
                 shape = [*tensor.shape, *[0] * (4 - tensor.dim())]
-                dist.send(torch.tensor([DTYPES.index(tensor.dtype), tensor.dim(), *shape]), self.next, tag=HEADER)
+                header = [DTYPES.index(tensor.dtype), channels_last, tensor.dim(), *shape]
+                dist.send(torch.tensor(header), self.next, tag=HEADER)
             if len(self._waiting) >= self.depth:
                 for work, _ in self._waiting.popleft():
                     work.wait()
@@ -59,13 +61,15 @@ class Inbox:
     def __init__(self, team: Processes, device: torch.device) -> None:
         self.team, self.device, self.previous = team, device, team.rank - 1
         self._like: Tensor | None = None
+        self._channels_last = False
         self._ahead: deque[tuple[Any, Tensor, Any, Tensor]] = deque()
         self._flag: tuple[Any, Tensor] | None = None
 
     def _learn_shape(self) -> Tensor:
-        header = torch.zeros(6, dtype=torch.int64)
+        header = torch.zeros(7, dtype=torch.int64)
         dist.recv(header, self.previous, tag=HEADER)
-        code, dims, *shape = header.tolist()
+        code, channels_last, dims, *shape = header.tolist()
+        self._channels_last = bool(channels_last)
         return torch.empty(shape[:dims], dtype=DTYPES[code], device=self.device)
 
     def expect(self) -> None:
@@ -83,7 +87,7 @@ class Inbox:
         with self.team.talking():
             work.wait()
         self._flag = later, flag
-        return tensor
+        return tensor.permute(0, 3, 1, 2) if self._channels_last else tensor
 
     def take_flag(self) -> Tensor:
         """Whether that batch failed in an earlier stage."""

@@ -58,7 +58,11 @@ def teaching_credit(output: Tensor | None, losses: Tensor, activation: Tensor, t
 
 def delta_credit(output: Tensor | None, losses: Tensor, updates: Iterable[tuple[nn.Parameter, Tensor]]) -> Credit:
     """Credit by explicit updates: SGD with learning rate 1 moves each parameter by exactly its delta."""
-    return Credit(output, losses, updates=list(updates))
+    updates = list(updates)
+    for parameter, delta in updates:
+        if delta.shape != parameter.shape:
+            raise ValueError(f"delta of shape {tuple(delta.shape)} must match its parameter {tuple(parameter.shape)}")
+    return Credit(output, losses, updates=updates)
 
 
 def assign_gradients(credits: Sequence[Credit], share: float = 1.0) -> None:
@@ -74,8 +78,11 @@ def assign_gradients(credits: Sequence[Credit], share: float = 1.0) -> None:
             torch.autograd.backward([tensor for tensor, _ in roots], [grad for _, grad in roots])
     for credit in credits:
         for parameter, whole in credit.updates:
-            delta = whole if share == 1 else whole * share
-            parameter.grad = -delta if parameter.grad is None else parameter.grad - delta
+            if (
+                parameter.grad is None
+            ):  # laid out as the parameter is, whatever the delta's order: optimizers rely on it
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad -= (whole if share == 1 else whole * share).detach()
 
 
 def wake_autograd(device: torch.device) -> None:

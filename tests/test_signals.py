@@ -5,7 +5,11 @@ import torch
 from torch import nn
 
 from bicovg import LocalNetwork, local_step
+from bicovg.config import OptimConfig
+from bicovg.optim import make_optimizers
 from bicovg.signals import assign_gradients, delta_credit, loss_credit, teaching_credit
+
+CPU = torch.device("cpu")
 
 
 class ToyUnit(nn.Module):
@@ -52,6 +56,34 @@ def test_sgd_of_rate_one_moves_a_parameter_by_exactly_its_delta():
     assign_gradients([delta_credit(None, torch.zeros(1), [(parameter, torch.tensor([0.25, -0.5]))])])
     optimizer.step()
     assert parameter.tolist() == [1.25, 1.5]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_delta_moves_its_parameter_whatever_its_order_in_memory(name):
+    """Fused optimizers walk memory: a gradient has to lie as its parameter does."""
+    numbers = torch.tensor([[1.0, -2.0, 3.0], [-4.0, 5.0, -6.0]])
+    given = {
+        "rows": numbers,
+        "columns": numbers.t().contiguous().t(),
+        "expanded": torch.tensor([[1.0], [-2.0]]).expand(2, 3),
+        "gaps": numbers.repeat_interleave(2, dim=1)[:, ::2],
+    }
+    for order, delta in given.items():
+        unit = ToyUnit("delta")
+        weight, before = unit.layer.weight, unit.layer.weight.detach().clone()
+        net = LocalNetwork([unit])
+        (optimizer,) = make_optimizers(net, OptimConfig(name=name, lr=1.0, weight_decay=0.0, momentum=0.0), CPU)
+        assert optimizer.param_groups[0]["fused"]
+        for share in (0.5, 0.5):  # as micro-batches do
+            assign_gradients([delta_credit(None, torch.zeros(1), [(weight, delta)])], share)
+        optimizer.step()
+        moved = delta if name == "sgd" else delta.sign()  # AdamW's first step is the rate, towards the sign
+        torch.testing.assert_close(weight.detach(), before + moved, msg=order)
+
+
+def test_a_delta_of_the_wrong_shape_is_refused():
+    with pytest.raises(ValueError, match=r"delta of shape \(3,\) must match its parameter \(2, 3\)"):
+        delta_credit(None, torch.zeros(1), [(nn.Parameter(torch.zeros(2, 3)), torch.zeros(3))])
 
 
 def test_a_teaching_signal_of_the_wrong_shape_is_refused():

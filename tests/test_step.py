@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 
-from bicovg import local_network, local_step
+from bicovg import local_network, local_step, optim
+from bicovg.config import OptimConfig
 from bicovg.profiling import track_saved_bytes
 from bicovg.step import clip_gradients
 
@@ -26,9 +27,9 @@ def make_net(seed=0, **options):
 
 
 def make_optimizers(net, name):
-    if name == "sgd":
-        return [torch.optim.SGD(u.parameters(), 0.05, momentum=0.9, weight_decay=1e-4) for u in net.units]
-    return [torch.optim.AdamW(u.parameters(), 2e-3, weight_decay=1e-3) for u in net.units]
+    """Those of the trainer."""
+    lr, decay = {"sgd": (0.05, 1e-4), "adamw": (2e-3, 1e-3)}[name]
+    return optim.make_optimizers(net, OptimConfig(name, lr, weight_decay=decay), torch.device("cpu"))
 
 
 def draw_batch(step, size=8):

@@ -17,6 +17,15 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 ACTIVATIONS, FLAG, HEADER = 1, 2, 3  # tags
 
 
+def in_a_row(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor without gaps, in the order in which they lie in memory.
+
+    The other side gives them the same strides, those of dimensions of size 1 included: libraries choose by strides how
+    they compute, and so what is rounded.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 class Outbox:
     """To the next stage.
 
@@ -33,18 +42,19 @@ class Outbox:
         self._waiting: deque[list[tuple[Any, Tensor]]] = deque()
 
     def put(self, tensor: Tensor) -> None:
-        """Send the activations of a batch, in the order in which they lie in memory."""
-        channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-        tensor = tensor.permute(0, 2, 3, 1) if channels_last else tensor.contiguous()
+        """Send the activations of a batch as they lie in memory."""
+        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        if not tensor.permute(order).is_contiguous():
+            tensor = tensor.contiguous()
         with self.team.talking():
             if not self.bytes_sent:
-                shape = [*tensor.shape, *[0] * (4 - tensor.dim())]
-                header = [DTYPES.index(tensor.dtype), channels_last, tensor.dim(), *shape]
-                dist.send(torch.tensor(header), self.next, tag=HEADER)
+                rest = [0] * (4 - tensor.dim())
+                sizes = [*tensor.shape, *rest, *tensor.stride(), *rest]
+                dist.send(torch.tensor([DTYPES.index(tensor.dtype), tensor.dim(), *sizes]), self.next, tag=HEADER)
             if len(self._waiting) >= self.depth:
                 for work, _ in self._waiting.popleft():
                     work.wait()
-            self._waiting.append([(dist.isend(tensor, self.next, tag=ACTIVATIONS), tensor)])
+            self._waiting.append([(dist.isend(in_a_row(tensor), self.next, tag=ACTIVATIONS), tensor)])
         self.bytes_sent += tensor.nbytes
 
     def put_flag(self, flag: Tensor) -> None:
@@ -61,16 +71,15 @@ class Inbox:
     def __init__(self, team: Processes, device: torch.device) -> None:
         self.team, self.device, self.previous = team, device, team.rank - 1
         self._like: Tensor | None = None
-        self._channels_last = False
         self._ahead: deque[tuple[Any, Tensor, Any, Tensor]] = deque()
         self._flag: tuple[Any, Tensor] | None = None
 
     def _learn_shape(self) -> Tensor:
-        header = torch.zeros(7, dtype=torch.int64)
+        header = torch.zeros(10, dtype=torch.int64)
         dist.recv(header, self.previous, tag=HEADER)
-        code, channels_last, dims, *shape = header.tolist()
-        self._channels_last = bool(channels_last)
-        return torch.empty(shape[:dims], dtype=DTYPES[code], device=self.device)
+        code, dims, *sizes = header.tolist()
+        shape, strides = sizes[:dims], sizes[4 : 4 + dims]
+        return torch.empty_strided(shape, strides, dtype=DTYPES[code], device=self.device)
 
     def expect(self) -> None:
         """Ask for the next batch."""
@@ -78,7 +87,10 @@ class Inbox:
             if self._like is None:
                 self._like = self._learn_shape()
             tensor, flag = torch.empty_like(self._like), torch.zeros(1, device=self.device)
-            works = [dist.irecv(tensor, self.previous, tag=ACTIVATIONS), dist.irecv(flag, self.previous, tag=FLAG)]
+            works = [
+                dist.irecv(in_a_row(tensor), self.previous, tag=ACTIVATIONS),
+                dist.irecv(flag, self.previous, tag=FLAG),
+            ]
         self._ahead.append((works[0], tensor, works[1], flag))
 
     def take(self) -> Tensor:
@@ -87,7 +99,7 @@ class Inbox:
         with self.team.talking():
             work.wait()
         self._flag = later, flag
-        return tensor.permute(0, 3, 1, 2) if self._channels_last else tensor
+        return tensor
 
     def take_flag(self) -> Tensor:
         """Whether that batch failed in an earlier stage."""

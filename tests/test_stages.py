@@ -96,6 +96,54 @@ def test_stages_at_any_queue_depth_end_bit_equal_to_one_process(
     assert_same_end(tmp_path / "run", one_process[name])
 
 
+def test_a_map_of_one_channel_lies_behind_the_cut_as_before_it(tmp_path: Path) -> None:
+    """It is in two orders at once, and the next convolution goes by its strides."""
+    changes = {"model__channels": (8, 1, 8), "model__scales": ((1, 2),) * 3, "model__cross_channel": False}
+    config = tiny(**changes, model__groups=(), model__alignment=False)
+    train(ALONE, config, tmp_path / "one")
+    staged = override(config, {"train.stages": 2, "train.cuts": (2,)})
+    run_team(train, 2, staged, tmp_path / "two", stages=2, delay=6)
+    assert_same_end(tmp_path / "two", end_state(tmp_path / "one"))
+
+
+LAYOUTS = {
+    "plain": torch.arange(24.0).view(2, 3, 2, 2),
+    "channels_last": torch.arange(24.0).view(2, 3, 2, 2).contiguous(memory_format=torch.channels_last),
+    "one channel": torch.arange(8.0).view(2, 1, 2, 2),
+    "one channel, channels_last": torch.arange(8.0).view(2, 2, 2, 1).permute(0, 3, 1, 2),
+    "one pixel": torch.arange(6.0).view(2, 1, 1, 3).permute(0, 3, 1, 2),
+    "gaps": torch.arange(24.0).view(2, 3, 2, 2)[:, :, :, ::2],
+    "a slice": torch.arange(24.0).view(2, 3, 2, 2)[1:],
+    "rows": torch.arange(6.0).view(2, 3).t(),
+}
+
+
+def hand_over(team: Team, name: str) -> tuple[list[list[list[float]]], tuple[int, ...]]:
+    """Rank 1's two batches and their strides."""
+    if team.rank == 0:
+        outbox = Outbox(team, 1)
+        for times in (1, 2):
+            outbox.put(LAYOUTS[name] * times if times > 1 else LAYOUTS[name])
+            outbox.put_flag(torch.zeros(()))
+        team.meet()
+        return [], ()
+    inbox, taken = Inbox(team, torch.device("cpu")), []
+    for _ in (1, 2):
+        inbox.expect()
+        taken.append(inbox.take())
+        inbox.take_flag()
+    team.meet()
+    return [one.tolist() for one in taken], taken[0].stride()
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_what_arrives_lies_in_memory_as_what_was_sent(name: str) -> None:
+    sent = LAYOUTS[name]
+    _, (values, strides) = run_team(hand_over, 2, name, stages=2)
+    assert values == [sent.tolist(), (2 * sent).tolist()]
+    assert strides == (sent.contiguous() if name == "gaps" else sent).stride()
+
+
 def test_two_shares_of_two_stages_end_bit_equal_to_two_shares(tmp_path: Path) -> None:
     run_team(train, 2, tiny(), tmp_path / "shares")
     run_team(train, 4, tiny(train__stages=2), tmp_path / "grid", stages=2, delay=3)

@@ -17,6 +17,7 @@ from bicovg.recipes import get_recipe
 from bicovg.records import load_records, write_record
 from bicovg.report.bench_tables import shorten
 from bicovg.report.benchmarks import SHORT, bench_charts
+from bicovg.report.charts import PRINT, Rule, Series, line_chart
 from bicovg.report.collect import read_runs
 from bicovg.report.figures import compose
 from bicovg.report.filling import (
@@ -31,7 +32,7 @@ from bicovg.report.filling import (
     update_tables,
 )
 from bicovg.report.paper import EFFICIENCY
-from bicovg.report.record_charts import KINDS, record_charts
+from bicovg.report.record_charts import KINDS, MOST, readable, record_charts
 from bicovg.report.scene import Text
 from bicovg.report.svg import svg_file
 from bicovg.report.tables import TABLES, read_records
@@ -266,6 +267,32 @@ def test_many_records_of_one_length_are_drawn_by_what_they_show(tmp_path: Path) 
     assert links("by-block-full", read_records(tmp_path), "") == NOT_RUN, "they are short"
     for chart in charts["by-block"] + charts["fusion"]:
         assert len({(ink, tuple(dash)) for _, ink, dash in chart.legend}) == len(chart.legend), "told apart"
+
+
+def test_many_records_of_the_digits_have_their_own_measure(tmp_path: Path) -> None:
+    """It is called "digits" and trains in float32."""
+    kinds = {"digits": "strict", "digits-per-channel": "strict", "digits-r4": "strict", "digits-hgb2": "hgb"}
+    usual = {"data": "digits", "changes": {}, "holdout": 0.0, "precision": "float32"}
+    records: list[Any] = [{**usual, "name": name, "recipe": name, "scope": kinds[name]} for name in kinds]
+    records += [{**records[0], "name": f"digits-{n}", "changes": {"optim.lr": n}} for n in range(MOST)]
+    names = {end: [record["name"] for record in part] for end, _, part in readable("digits-30", "", records)}
+    assert names == {
+        "digits-30-goodness": ["digits", "digits-per-channel"],
+        "digits-30-readings": ["digits", "digits-r4", *(f"digits-{n}" for n in range(MOST))],
+        "digits-30-scopes": ["digits", "digits-hgb2"],
+    }
+
+
+def test_a_levels_long_name_leaves_the_plot_its_room() -> None:
+    series = [Series("one", [1.0, 2.0])]
+    charts = [
+        line_chart("chart", "", [0, 1], series, x_label="", y_label="", width=PRINT, rules=[Rule(name, 1.5)])
+        for name in ("n" * 40, "n" * 200)
+    ]
+    assert charts[0].hover["box"][2] == charts[1].hover["box"][2] > PRINT / 2
+    assert [mark.text for mark in charts[1].scene.marks if isinstance(mark, Text) and "nn" in mark.text] == [
+        "n" * 37 + "..."
+    ]
 
 
 def test_the_early_exit_table_is_that_of_the_curve_beside_the_record(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from bicovg.report.scene import AXIS, BARS, GRID, MUTED, TEXT, Dot, Ink, Line, P
 WIDTH, PRINT, WIDE, HEIGHT = 420.0, 760.0, 1240.0, 262.0  # PRINT: across a page of text
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 12.0, 12.0, 44.0
 NAMES, NAME = 120.0, 6.4  # room for the names of rules, right of the plot: the least, and for each character
+LONGEST = 40  # characters of such a name
 TICK, LABEL = 12.5, 13.0  # font sizes
 CHARACTER = 7.4  # about the width of one in a tick's label
 MOST_POINTS = 1000  # of one line; longer ones are thinned, the last point kept
@@ -266,7 +267,12 @@ def _gap(ticks: Sequence[tuple[float, str]]) -> float:
 
 def _beside(rules: Sequence[Rule]) -> float:
     """Room right of the plot: a margin, or what the names of rules take."""
-    return max([NAMES, *(8 + NAME * len(rule.name) for rule in rules)]) if rules else RIGHT
+    return max([NAMES, *(8 + NAME * len(_named(rule)) for rule in rules)]) if rules else RIGHT
+
+
+def _named(rule: Rule) -> str:
+    """Its name, cut where it would leave the plot no room."""
+    return rule.name if len(rule.name) <= LONGEST else f"{rule.name[: LONGEST - 3]}..."
 
 
 def _rules(scene: Scene, rules: Sequence[Rule], vertical: Axis, right: float) -> None:
@@ -280,7 +286,7 @@ def _rules(scene: Scene, rules: Sequence[Rule], vertical: Axis, right: float) ->
     for rule, place in zip(ordered, places, strict=True):
         y, at = vertical.place(rule.value), place - max(0.0, overflow)
         scene.add(Line([(LEFT, y), (right, y), (right + 5, at)], rule.ink, 1.4, rule.dash))
-        scene.add(Text(right + 8, at + half - 5, rule.name, rule.ink, size=11))
+        scene.add(Text(right + 8, at + half - 5, _named(rule), rule.ink, size=11))
         scene.add(Text(right + 8, at + half + 7, f"{rule.value:.2f}", rule.ink, size=11, bold=True))
 
 

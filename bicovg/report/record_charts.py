@@ -43,10 +43,11 @@ def readable(end: str, title: str, records: list[Record]) -> Iterator[tuple[str,
         yield end, title, records
         return
     parts: dict[str, list[Record]] = {"goodness": [], "readings": [], "scopes": []}
+    usual = statistics.mode(record["precision"] for record in records)
     for record in records:
         kind = str(record["recipe"]).removeprefix(f"{record['data']}-")
-        as_recipe = not record["changes"] and not record["holdout"] and record["precision"] == "bfloat16"
-        if kind == "bicovg" and as_recipe:
+        as_recipe = not record["changes"] and not record["holdout"] and record["precision"] == usual
+        if kind in ("bicovg", "digits") and as_recipe:
             names = list(parts)
         elif record["scope"] != "strict":
             names = ["scopes"]

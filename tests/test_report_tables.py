@@ -368,7 +368,8 @@ def test_the_speed_table_shows_what_was_measured_in_turns_on_a_gpu(
     def side(name: str, speed: float, peak: int) -> dict[str, object]:
         memory = {"steady_bytes": peak + 7_000_000, "data_bytes": 7_000_000}
         known: dict[str, object] = {"batch_size": 128, "image_size": 224, "precision": "bfloat16", "parameters": 5}
-        known |= {"images_per_second": {"median": speed}}
+        known |= {"images_per_second": {"median": speed, "min": speed - 34, "max": speed + 1}}
+        known["roofline"] = {"share": speed / 2000 if name == "strict" else None}
         return {"name": name, "status": "ok", "memory": memory, **known}
 
     sides = [side("strict", 1234.4, 1_500_000_000), side("end-to-end", 1000.0, 3_000_000_000)]
@@ -389,27 +390,34 @@ def test_the_speed_table_shows_what_was_measured_in_turns_on_a_gpu(
     path.write_text(json.dumps({**found, "side_by_side": [{**turns, "goodness_share_at_most": None}]}))
     assert "| 12.3% |" in TABLES["speed"]({})
     path.write_text(json.dumps(found))
-    assert "| strict | 5 | 1234 | 1.50 | 0.50 |  |  |  |  |  |  | GPU, torch 2.0, abc |" in TABLES["efficiency"]({})
+    shown = "| strict | 5 | 1,234 (1,200-1,235) | 62% | 1.50 | 0.50 | - |  |  |  |  |  |  |  | GPU, torch 2.0, abc |"
+    assert shown in TABLES["efficiency"]({})
+    assert "| end-to-end | 5 | 1,000 (966-1,001) | - | 3.00 | 1.00 | - |" in TABLES["efficiency"]({})
+    classic = {**side("classic", 900.0, 6_000_000_000), "run": 0}
+    path.write_text(json.dumps({**found, "rows": [classic]}))
+    assert "| 62% | 1.50 | 0.50 | -75.0% |" in TABLES["efficiency"]({})
+    assert "| 6.00 | 2.00 | +0.0% |  |  |  | 134.7 M | 16.75 | 10.11 (ours: not run) | 559 |" in TABLES["efficiency"](
+        {}
+    )
     later = {"id": 1, "gpu": "GPU", "torch": "2.0+x", "commit": "0123456789abcdef+"}
     row = side("strict", 999.0, 2_000_000_000) | {"run": 1}
     row["memory"] |= {"reserved_bytes": 2_407_000_000, "smallest_bytes": 2_347_000_000}  # type: ignore[operator]
     path.write_text(json.dumps({**found, "runs": [run, later], "rows": [row]}))
-    assert "| strict | 5 | 999 | 2.00 | 0.67 |  | 2.40 | 2.34 |  |  |  | GPU, torch 2.0, 0123456+ |" in TABLES[
-        "efficiency"
-    ]({})
+    shown = "| 50% | 2.00 | 0.67 | - |  | 2.40 | 2.34 |  |  |  |  | GPU, torch 2.0, 0123456+ |"
+    assert f"| strict | 5 | 999 (965-1,000) {shown}" in TABLES["efficiency"]({})
     path.write_text(json.dumps({**found, "runs": [run, later], "rows": [row | {"run": 0, "memory_run": 1}]}))
     assert " GPU, torch 2.0, abc (memory: 0123456+) |" in TABLES["efficiency"]({})
     for other in ({"batch_size": 64}, {"precision": "float32"}, {"image_size": 64}):
         path.write_text(json.dumps({**found, "runs": [run, later], "rows": [row | other]}))
-        assert "| strict | 5 | 1234 |" in TABLES["efficiency"]({}), other
+        assert "| strict | 5 | 1,234 (" in TABLES["efficiency"]({}), other
     memory = {"steady_bytes": None, "data_bytes": None}  # as on a CPU
     for one in sides:
         one["memory"] = memory
     path.write_text(json.dumps({**found, "runs": [{**run, "gpu": None}]}))
     assert "not run" in TABLES["speed"]({})
     assert "| strict |  | not run |" in TABLES["efficiency"]({})
-    row_of_paper = "| hgb-4-summed |  | not run |  |  |  |  |  | 29.5 M | 8.74 | 4.74 (ours: not run) |  |"
-    assert row_of_paper in TABLES["efficiency"]({})
+    paper = "| 29.5 M | 8.74 (-47.8%) | 4.74 (-53.1%) (ours: not run) | 551 |  |"
+    assert f"| hgb-4-summed |  | not run |  |  |  |  |  |  |  {paper}" in TABLES["efficiency"]({})
 
 
 def test_a_commit_is_shown_short() -> None:

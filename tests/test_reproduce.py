@@ -48,7 +48,8 @@ def test_a_plan_is_a_run_that_can_be_begun_and_what_its_record_says(name: str) -
 def test_what_a_plan_does_with_a_finished_run_its_record_has(name: str) -> None:
     planned = [" ".join(["bicovg", *words]) for words in PLANS[name].afterwards("RUN")]
     for run in RECORDS[name]["runs"]:
-        assert set(planned) <= set(run.get("afterwards", planned))
+        found = run.get("afterwards", planned)
+        assert set(planned) <= set(found) or (PLANS[name].short and not found), "short runs were trained alone at first"
 
 
 def reproduce(folder: Path, *words: str) -> list[str]:

@@ -111,6 +111,8 @@ def main() -> None:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    environment = describe_environment(device, torch.get_num_threads())
+    environment["command"] = " ".join(["python benchmarks/imagenet100.py", *words])
     scratch, rows = Path(tempfile.mkdtemp(prefix="bicovg-imagenet100-")), []
     try:
         make_folders(scratch / "ilsvrc", args.each)
@@ -120,8 +122,6 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
     finally:
         shutil.rmtree(scratch)
-    environment = describe_environment(device, torch.get_num_threads())
-    environment["command"] = " ".join(["python benchmarks/imagenet100.py", *words])
     result = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **environment,

@@ -104,6 +104,8 @@ PLANS: dict[str, Plan] = {
     "tiny-imagenet-strict": full("tiny-imagenet-bicovg", seeds=THREE),
     "tiny-imagenet-end-to-end": full("tiny-imagenet-bp", seeds=THREE),
     "tiny-imagenet-hgb4": full("tiny-imagenet-hgb4"),
+    "tiny-imagenet-hgb2": full("tiny-imagenet-hgb2"),
+    "tiny-imagenet-classic": full("tiny-imagenet-bp-classic"),
     "tiny-imagenet-strict-fal": full("tiny-imagenet-bicovg-fal"),
     "tiny-imagenet-strict-holdout": full("tiny-imagenet-bicovg", *HOLDOUT),
     "tiny-imagenet-strict-clip-global": full("tiny-imagenet-bicovg", *ONE_CLIP),
@@ -284,7 +286,7 @@ def main() -> int:
     cut = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME[:SEED,...]")
-    parser.add_argument("--list", action="store_true", help="what there is, with the command of each")
+    parser.add_argument("--list", action="store_true", help="what there is, what of it has no record, the commands")
     parser.add_argument("--data-root", help="folder of packed data sets")
     parser.add_argument("--runs", default="runs/reproduced", help="where runs are put")
     parser.add_argument("--records", default="records", help="where records are put")
@@ -292,7 +294,9 @@ def main() -> int:
     if args.list:
         for name, plan in PLANS.items():
             command = " ".join(["bicovg train", plan.recipe, *plan.flags])
-            print(f"{name:36} seeds {','.join(map(str, plan.seeds)):9} {command}")
+            missing = [str(seed) for seed in plan.seeds if not Job(name, seed, args).recorded()]
+            state = f"missing {','.join(missing)}" if missing else ""
+            print(f"{name:36} seeds {','.join(map(str, plan.seeds)):9} {state:13} {command}")
         return 0
     if not args.names:
         parser.error("name what to train, or ask for the --list")

@@ -52,6 +52,21 @@ def test_what_a_plan_does_with_a_finished_run_its_record_has(name: str) -> None:
         assert set(planned) <= set(found) or (PLANS[name].short and not found), "short runs were trained alone at first"
 
 
+def test_the_list_says_which_seeds_have_no_record(tmp_path: Path) -> None:
+    (tmp_path / "cifar100-strict").mkdir()
+    (tmp_path / "cifar100-strict" / "record.json").write_text(json.dumps({"seeds": [1]}))
+    command = [sys.executable, str(ROOT / "benchmarks" / "reproduce.py"), "--list", "--records"]
+    found = {}
+    for folder in (tmp_path, ROOT / "records"):
+        lines = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=True).stdout.splitlines()
+        found[folder] = {line.split()[0]: line for line in lines}
+        assert found[folder].keys() == PLANS.keys()
+    assert "seeds 0,1       missing 0 " in found[tmp_path]["cifar100-strict"]
+    assert "bicovg train cifar100-bicovg --train.precision bfloat16" in found[tmp_path]["cifar100-strict"]
+    assert "missing 0,1,2,3,4 " in found[tmp_path]["digits"]
+    assert "missing" not in found[ROOT / "records"]["digits"]
+
+
 def reproduce(folder: Path, *words: str) -> list[str]:
     places = ["--runs", str(folder / "runs"), "--records", str(folder / "records")]
     small = ["--", "--model.channels", "8,8,8,8", "--data.root", str(folder)]

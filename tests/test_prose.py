@@ -2,6 +2,7 @@
 
 import json
 import statistics
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,25 @@ def test_the_table_of_what_was_wanted(records: dict[str, Record], text: str) -> 
     ):
         assert said in text
     assert [len(record["seeds"]) for record in (strict, hgb, fal, records[WHOLE], small)] == [3, 1, 3, 3, 3]
+
+
+def test_which_records_name_a_commit_that_is_not_there(records: dict[str, Record], text: str) -> None:
+    git = ["git", "-C", str(ROOT)]
+    if (
+        subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True).stdout
+        != "false\n"
+    ):
+        pytest.skip("no whole history here")
+    named = {(name, run["commit"].rstrip("+")) for name, record in records.items() for run in record["runs"]}
+    known = {commit: subprocess.run([*git, "cat-file", "-e", commit], capture_output=True) for _, commit in named}
+    lost = {name: commit[:7] for name, commit in named if known[commit].returncode}
+    assert len(lost) == 12
+    assert "Twelve of the records (end to end tuned and its four candidates, the reductions, float32, and" in text
+    assert "(twelve name a commit that this repository does not have" in words("README.md")
+    tuned = {name for name in records if name.startswith("cifar100-bp-tune")}
+    large = {LARGE_BEFORE, LARGE_AFTER, LARGE_SCALES, ONE_CLIP}
+    assert lost.keys() == tuned | large | {TUNED, FINE, COARSE, FLOAT}
+    assert set(lost.values()) == {"06f01ee"}
 
 
 def test_how_much_higher_than_the_papers_full_runs_are(records: dict[str, Record], text: str) -> None:

@@ -33,7 +33,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bicovg.data.augment import Augmentation  # noqa: E402
-from bicovg.data.loader import ImageSource, Loader, MappedImages, VariableImages  # noqa: E402
+from bicovg.data.images import ImageSource, MappedImages, VariableImages  # noqa: E402
+from bicovg.data.loader import Loader  # noqa: E402
 from bicovg.recipes import get_recipe  # noqa: E402
 from bicovg.runlog import find_commit  # noqa: E402
 

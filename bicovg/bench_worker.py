@@ -26,7 +26,8 @@ from bicovg.captured import GraphEngine
 from bicovg.choosing import make_engine
 from bicovg.config import Config, from_json, override
 from bicovg.data.augment import Augmentation
-from bicovg.data.loader import Loader, TensorImages
+from bicovg.data.images import TensorImages
+from bicovg.data.loader import Loader
 from bicovg.engine import EagerEngine, make_plain
 from bicovg.networks import LocalNetwork, count_parameters
 from bicovg.optim import make_optimizers

@@ -22,7 +22,7 @@ HANDLERS = {
     "eval": "bicovg.commands:evaluate",
     "fuse": "bicovg.commands:fuse",
     "predict": "bicovg.commands:predict",
-    "compare": "bicovg.commands:compare",
+    "compare": "bicovg.comparing:compare",
     "checkpoint": "bicovg.commands:checkpoint",
     "report": "bicovg.report.command:report",
     "watch": "bicovg.report.command:watch",

@@ -1,37 +1,29 @@
-"""The commands that need torch: train, resume, eval, fuse, predict, compare, checkpoint."""
+"""The commands that need torch: train, resume, eval, fuse, predict, checkpoint."""
 
 import argparse
 import os
-import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from bicovg.checkpoint import find_checkpoint, list_checkpoints, verify_checkpoint
+from bicovg.comparing import comparison_table
 from bicovg.config import Config, TrainConfig, override
-from bicovg.diagnostics import mean_gain
-from bicovg.display import combined_rows, summary_table
+from bicovg.display import summary_table, wide_console
 from bicovg.distributed import ALONE, Team, join_team
 from bicovg.errors import StorageError, UserError
 from bicovg.evaluation import report_fusion
 from bicovg.identity import MOVABLE, identify
 from bicovg.launching import begin_run
 from bicovg.report.command import finish_run
-from bicovg.runlog import expand_runs, read_config, read_summary, write_json
+from bicovg.runlog import read_config, read_summary, write_json
 from bicovg.stopping import RunLock, Stopper, StopRequested
 from bicovg.summary import keep_fusions
 from bicovg.trainer import Trainer
-
-
-def wide_console() -> Console:
-    """Tables keep their columns when output is redirected."""
-    console = Console()
-    return console if console.is_terminal else Console(width=120)
 
 
 def make_stopper(max_seconds: float | None) -> Stopper:
@@ -242,79 +234,3 @@ def predict(args: argparse.Namespace) -> int:
             )
     wide_console().print(table)
     return int(bool(rejected))
-
-
-def group_runs(paths: list[str]) -> list[list[Path]]:
-    """Finished runs that differ in nothing but their seed belong together; groups in order of first appearance."""
-    groups: dict[Config, dict[int, Path]] = {}
-    for path in expand_runs(paths):
-        config, done = read_config(path), read_summary(path).get("epochs")
-        if done is not None and done != config.train.epochs:
-            raise UserError(
-                f"{path} stopped after {done} of {config.train.epochs} epochs: finish it with "
-                f"`bicovg train --resume {path}`"
-            )
-        group = groups.setdefault(replace(config, seed=0), {})
-        if config.seed in group:
-            raise UserError(f"{group[config.seed]} and {path} are runs of the same seed: give one of them")
-        group[config.seed] = path
-    return [list(group.values()) for group in groups.values()]
-
-
-def compare(args: argparse.Namespace) -> int:
-    """Accuracy per block of each group, mean over seeds; gains of every group over the first."""
-    groups = group_runs(args.runs)
-    console = wide_console()
-    console.print(comparison_table(groups))
-    curves = [block_means(group) for group in groups]
-    names = [read_config(group[0]).recipe for group in groups]
-    for name, curve in zip(names[1:], curves[1:], strict=True):
-        if len(curve) != len(curves[0]):
-            print(f"{name} over {names[0]}: {len(curve)} exits against {len(curves[0])}, no gain per block")
-            continue
-        shallow, deep = mean_gain(curves[0], curve)
-        print(f"{name} over {names[0]}: SG {shallow:+.2f}  DG {deep:+.2f} points")
-    return 0
-
-
-def block_means(runs: list[Path]) -> list[float]:
-    """Top-1 of every exit, mean over runs."""
-    curves = [read_summary(run)["test"]["exits"]["top1"] for run in runs]
-    return [statistics.fmean(column) for column in zip(*curves, strict=True)]
-
-
-def spread(values: list[float]) -> str:
-    """``mean +- std`` with the sample standard deviation."""
-    if len(values) == 1:
-        return f"{values[0]:.2f}"
-    return f"{statistics.fmean(values):.2f} +- {statistics.stdev(values):.2f}"
-
-
-def comparison_table(groups: list[list[Path]]) -> Table:
-    """One column per group: every block, then every combined prediction, mean +- std over seeds."""
-    table = Table(title="test top-1, %")
-    table.add_column("prediction")
-    columns: list[dict[str, str]] = []
-    for group in groups:
-        config = read_config(group[0])
-        table.add_column(f"{escape(config.recipe)}\n{config.model.scope}, n = {len(group)}", justify="right")
-        summaries = [read_summary(run) for run in group]
-        column = {}
-        for row, block in enumerate(summaries[0]["exit_blocks"]):
-            column[f"block {block}"] = spread([s["test"]["exits"]["top1"][row] for s in summaries])
-        rows = [{label: pair["top1"] for label, pair in combined_rows(summary)} for summary in summaries]
-        for label in rows[0]:
-            if all(label in row for row in rows):  # a fusion fitted for some seeds alone has no mean over seeds
-                column[label] = spread([row[label] for row in rows])
-        columns.append(column)
-    for label in sorted({label for column in columns for label in column}, key=_label_order):
-        table.add_row(label, *[column.get(label, "-") for column in columns])
-    return table
-
-
-def _label_order(label: str) -> tuple[int, int, str]:
-    kind, _, rest = label.partition(" ")
-    if kind == "block":
-        return (0, int(rest), "")
-    order = ["last", "best", "mean", "fused"]
-    return (1, order.index(kind), label)

@@ -13,6 +13,12 @@ from rich.text import Text
 from bicovg.config import Config
 
 
+def wide_console() -> Console:
+    """Tables keep their columns when output is redirected."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
 def clock(seconds: float) -> str:
     """``1:02:03`` or ``2:03``."""
     minutes, rest = divmod(round(seconds), 60)

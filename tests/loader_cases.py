@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from bicovg.data.augment import Augmentation
-from bicovg.data.loader import Batch, ImageSource, Loader, MappedImages, TensorImages, VariableImages
+from bicovg.data.images import ImageSource, MappedImages, TensorImages, VariableImages
+from bicovg.data.loader import Batch, Loader
 
 RECIPE = Augmentation(crop_pad=2, flip=True, brightness=0.4, contrast=0.4, saturation=0.4, grayscale=0.2)
 CROPS = Augmentation(resized_crop=8, flip=True, brightness=0.4)

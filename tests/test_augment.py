@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bicovg.data import augment as fast
 from bicovg.data import crops
 from bicovg.data.augment import Augmentation, draw_parameters, make_constants
-from bicovg.data.loader import Loader, TensorImages
+from bicovg.data.images import TensorImages
+from bicovg.data.loader import Loader
 from bicovg.draws import draw_uniforms
 from bicovg.errors import UserError
 from bicovg.recipes import get_recipe

@@ -25,7 +25,8 @@ from loader_cases import (
     make_source,
 )
 
-from bicovg.data.loader import Batch, ImageSource, MappedImages, TensorImages, VariableImages
+from bicovg.data.images import ImageSource, MappedImages, TensorImages, VariableImages
+from bicovg.data.loader import Batch
 from bicovg.errors import UserError
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")

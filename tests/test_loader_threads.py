@@ -10,7 +10,7 @@ import pytest
 from loader_cases import IMAGES, LABELS, digests, make_loader
 
 from bicovg.data.augment import augment
-from bicovg.data.loader import MappedImages
+from bicovg.data.images import MappedImages
 
 
 class Faulty(MappedImages):

@@ -15,7 +15,7 @@ from bicovg.cli import main
 from bicovg.config import Config, override
 from bicovg.data.decode import decode_image
 from bicovg.data.digits import load_digits
-from bicovg.data.loader import VariableImages
+from bicovg.data.images import VariableImages
 from bicovg.data.splits import Splits, make_loaders
 from bicovg.errors import UserError
 from bicovg.fusion import mean_logits

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from report_cases import make_run
 
-from bicovg.data.loader import TensorImages
+from bicovg.data.images import TensorImages
 from bicovg.report.analysis import PICTURE_SIDE, analyse, shrink
 from bicovg.report.axes import Axis, fit_axis, percent_axis, short_number
 from bicovg.report.benchmarks import bench_charts

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from bicovg.config import Config, DataConfig
 from bicovg.data.augment import Augmentation
-from bicovg.data.loader import ImageSource, Loader, MappedImages, TensorImages, VariableImages
+from bicovg.data.images import ImageSource, MappedImages, TensorImages, VariableImages
+from bicovg.data.loader import Loader
 from bicovg.distributed import ALONE, Team
 from bicovg.errors import UserError
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from bicovg.data.loader import ImageSource
+from bicovg.data.images import ImageSource
 from bicovg.fusion import mean_logits
 from bicovg.report.png import data_uri, encode_png
 

@@ -80,7 +80,6 @@ class Block(nn.Module):
 
         At a unit's entrance the FAL is all that needs a gradient of the convolution's input, and only its sum.
         """
-        x = _ordered(x)
         if self.alignment is None:
             return self._convolve(x)
         if x.requires_grad or not torch.is_grad_enabled() or transformed():

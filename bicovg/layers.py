@@ -39,7 +39,8 @@ def keyed_dropout(x: Float[Tensor, "b ..."], drop: float, keys: Int[Tensor, " b"
     """Dropout whose mask is a function of each sample's key (see ``bicovg.draws``), scaled by 1 / (1 - drop)."""
     if drop == 0.0:
         return x
-    channels_last = x.device.type == "cpu" and x.dim() == 4 and x.stride(1) == 1 != x.shape[1]  # else mixed below
+    # a mask in another order than the map's would turn the product's
+    channels_last = x.device.type == "cpu" and x.dim() == 4 and x.shape[1] > 1 and x.stride(1) == 1
     keep = keep_mask(keys, x.shape[1:], drop, channels_last)
     return torch.where(keep, x * (1.0 / (1.0 - drop)), 0.0).to(x.dtype)
 

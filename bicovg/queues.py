@@ -39,18 +39,24 @@ class Outbox:
     def __init__(self, team: Processes, depth: int) -> None:
         self.team, self.depth, self.next = team, depth, team.rank + 1
         self.bytes_sent = 0
+        self._strides: tuple[int, ...] | None = None
         self._waiting: deque[list[tuple[Any, Tensor]]] = deque()
 
     def put(self, tensor: Tensor) -> None:
-        """Send the activations of a batch as they lie in memory."""
+        """Send the activations of a batch as they lie in memory; all batches lie as the first one does."""
         order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
         if not tensor.permute(order).is_contiguous():
             tensor = tensor.contiguous()
         with self.team.talking():
-            if not self.bytes_sent:
+            if self._strides is None:
+                self._strides = tensor.stride()
                 rest = [0] * (4 - tensor.dim())
-                sizes = [*tensor.shape, *rest, *tensor.stride(), *rest]
+                sizes = [*tensor.shape, *rest, *self._strides, *rest]
                 dist.send(torch.tensor([DTYPES.index(tensor.dtype), tensor.dim(), *sizes]), self.next, tag=HEADER)
+            elif tensor.stride() != self._strides:
+                tensor = torch.empty_strided(
+                    tensor.shape, self._strides, dtype=tensor.dtype, device=tensor.device
+                ).copy_(tensor)
             if len(self._waiting) >= self.depth:
                 for work, _ in self._waiting.popleft():
                     work.wait()

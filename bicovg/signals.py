@@ -78,9 +78,7 @@ def assign_gradients(credits: Sequence[Credit], share: float = 1.0) -> None:
             torch.autograd.backward([tensor for tensor, _ in roots], [grad for _, grad in roots])
     for credit in credits:
         for parameter, whole in credit.updates:
-            if (
-                parameter.grad is None
-            ):  # laid out as the parameter is, whatever the delta's order: optimizers rely on it
+            if parameter.grad is None:  # optimizers rely on a gradient that lies in memory as its parameter does
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad -= (whole if share == 1 else whole * share).detach()
 

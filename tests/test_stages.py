@@ -119,11 +119,11 @@ LAYOUTS = {
 
 
 def hand_over(team: Team, name: str) -> tuple[list[list[list[float]]], tuple[int, ...]]:
-    """Rank 1's two batches and their strides."""
+    """Rank 1's two batches and their strides; the second lies in another order before it is sent."""
     if team.rank == 0:
-        outbox = Outbox(team, 1)
-        for times in (1, 2):
-            outbox.put(LAYOUTS[name] * times if times > 1 else LAYOUTS[name])
+        outbox, first = Outbox(team, 1), LAYOUTS[name]
+        for batch in (first, (2 * first).transpose(-1, -2).contiguous().transpose(-1, -2)):
+            outbox.put(batch)
             outbox.put_flag(torch.zeros(()))
         team.meet()
         return [], ()

@@ -109,7 +109,7 @@ def line_chart(
         title,
         note,
         scene,
-        [(line.name, line.ink, line.dash) for line in series] if len(series) > 1 else [],
+        [(line.name, line.ink, line.dash) for line in series] if len(series) + len(rules) > 1 else [],
         _hover(scene, right, [short_number(v) for v in x], [horizontal.place(v) for v in x], series, x_label, percent),
     )
 

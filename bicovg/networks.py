@@ -187,6 +187,19 @@ class ClassicVGG16(nn.Module):
         )
         self.dropout = dropout
         self.exits = [len(widths) - 1]
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """As this net is usually begun; by PyTorch's default every convolution would hand on a sixth of the mean square
+        that it reads, and without a norm the net would hardly learn.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.01)
+            if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
 
     def forward(
         self, x: Float[Tensor, "b c h w"], keys: Int[Tensor, " b"] | None = None, emit: bool = True

@@ -7,7 +7,7 @@ The images themselves cannot be shipped. What can be shown without them is that 
 folders with the hundred synsets, JPEGs of several sizes, packing at short side 256, resized crops of 224 with jitter,
 the net at full width, batches of 128, evaluation on centre crops, fusion, early exit, prediction of image files.
 Accuracies on such images say nothing, so none is kept; losses are, which must be finite and, on the mean of the exits,
-fall. What stands behind ``--`` is added to training.
+fall, but for the classic net: it has no norm and needs more than a few steps to begin. What stands behind ``--`` is added to training.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import io
 import json
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -78,12 +79,12 @@ def exercise(recipe: str, source: Path, scratch: Path, epochs: int, more: list[s
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     timing = [json.loads(line) for line in (out / "timing.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in metrics]
+    assert np.isfinite(losses).all(), losses
+    assert recipe.endswith("classic") or np.mean(losses[-1]) < np.mean(losses[0]), losses
     if len(losses[0]) > 1:
         seconds["fuse"] = run("fuse", out, "--on", "augmented", *place)
         seconds["early_exit"] = run("eval", out, "--early-exit", *place)
     seconds["predict"] = run("predict", out, *sorted(source.glob("val/*/*.JPEG"))[:3])
-    assert np.isfinite(losses).all(), losses
-    assert np.mean(losses[-1]) < np.mean(losses[0]), losses
     return {
         "recipe": recipe,
         "parameters": summary["parameters"],
@@ -107,6 +108,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/imagenet100-<device>-torch<version>.json")
     args = parser.parse_args(words[:cut])
+    if args.epochs < 2:
+        parser.error(f"--epochs {args.epochs}: give at least 2, as losses are to fall between the first and the last")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that scratch folders are removed
 
     import torch
 

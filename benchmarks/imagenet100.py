@@ -7,7 +7,8 @@ The images themselves cannot be shipped. What can be shown without them is that 
 folders with the hundred synsets, JPEGs of several sizes, packing at short side 256, resized crops of 224 with jitter,
 the net at full width, batches of 128, evaluation on centre crops, fusion, early exit, prediction of image files.
 Accuracies on such images say nothing, so none is kept; losses are, which must be finite and, on the mean of the exits,
-fall, but for the classic net: it has no norm and needs more than a few steps to begin. What stands behind ``--`` is added to training.
+fall. (Those of the classic net need not: it has no norm, and a few steps do not get it going.) What stands behind
+``--`` is added to training.
 """
 
 import argparse

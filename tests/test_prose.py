@@ -11,9 +11,9 @@ import pytest
 from bicovg.diagnostics import mean_gain
 from bicovg.records import Record, seed_values
 from bicovg.report.bench_tables import peak_bytes
-from bicovg.report.paper import ABLATION, EFFICIENCY, MAIN, UNSAID
+from bicovg.report.cells import read_records
+from bicovg.report.paper import ABLATION, EFFICIENCY, MAIN, UNSAID, mean_of
 from bicovg.report.record_charts import exit_means
-from bicovg.report.tables import read_records
 
 ROOT = Path(__file__).parent.parent
 STRICT, WHOLE, HGB = "tiny-imagenet-strict", "tiny-imagenet-end-to-end", "tiny-imagenet-hgb4"
@@ -93,16 +93,15 @@ def test_the_table_of_what_was_wanted(records: dict[str, Record], text: str) -> 
 
 def test_which_records_name_a_commit_that_is_not_there(records: dict[str, Record], text: str) -> None:
     git = ["git", "-C", str(ROOT)]
-    if (
-        subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True).stdout
-        != "false\n"
-    ):
+    ask = [*git, "rev-parse", "--is-shallow-repository", "--show-toplevel"]
+    if subprocess.run(ask, capture_output=True, text=True).stdout.split("\n")[:2] != ["false", str(ROOT.resolve())]:
         pytest.skip("no whole history here")
     named = {(name, run["commit"].rstrip("+")) for name, record in records.items() for run in record["runs"]}
     known = {commit: subprocess.run([*git, "cat-file", "-e", commit], capture_output=True) for _, commit in named}
     lost = {name: commit[:7] for name, commit in named if known[commit].returncode}
     assert len(lost) == 12
     assert "Twelve of the records (end to end tuned and its four candidates, the reductions, float32, and" in text
+    assert not subprocess.run([*git, "cat-file", "-e", "9c9c568"], capture_output=True).returncode, "is that of"
     assert "(twelve name a commit that this repository does not have" in words("README.md")
     tuned = {name for name in records if name.startswith("cifar100-bp-tune")}
     large = {LARGE_BEFORE, LARGE_AFTER, LARGE_SCALES, ONE_CLIP}
@@ -113,11 +112,40 @@ def test_which_records_name_a_commit_that_is_not_there(records: dict[str, Record
 def test_how_much_higher_than_the_papers_full_runs_are(records: dict[str, Record], text: str) -> None:
     full = [one for one in records.values() if one["epochs"] == one["recipe_epochs"] and not one["holdout"]]
     rows = {one["recipe"]: mean(one, *FUSED) for one in full if one["recipe"] in MAIN and MAIN[one["recipe"]][1]}
-    above = sorted(value - float(MAIN[recipe][1].removesuffix(UNSAID)) for recipe, value in rows.items())
+    above = sorted(value - mean_of(MAIN[recipe][1]) for recipe, value in rows.items())
     assert len(rows) == 5
-    assert f"in every full run of BiCovG so far, fused by {above[0]:.0f} to {above[-1]:.0f} points" in text
+    assert f"in every full run of BiCovG, fused by {above[0]:.0f} to {above[-1]:.0f} points" in text
     said = sorted(recipe for recipe in rows if MAIN[recipe][1].endswith(UNSAID))
     assert said == ["cifar100-bicovg", "cifar100-bicovg-fal"], "for CIFAR-100 the paper does not say by which rule"
+
+
+def test_what_has_been_run_is_what_there_are_records_of(records: dict[str, Record], text: str) -> None:
+    found: dict[tuple[str, int], list[int]] = {}
+    for one in records.values():
+        found.setdefault((one["data"], one["epochs"]), []).append(len(one["seeds"]))
+    assert {key: sorted(seeds, reverse=True) for key, seeds in found.items() if key[0] != "digits"} == {
+        ("tiny-imagenet", 90): [3, 3, 1, 1, 1],
+        ("cifar100", 400): [3, 3, 2, 1, 1, 1, 1],
+        ("cifar100", 100): [1] * 16,
+        ("tiny-imagenet", 30): [1] * 4,
+    }
+    spreads = {
+        name: [seed_values(one, *keys) for keys in RULES] for name, one in records.items() if one["data"] != "digits"
+    }
+    worst = max(max(v) - min(v) for values in spreads.values() for v in values if None not in v)
+    assert f"seeds of one setting differ by up to {worst:.1f} points" in text
+
+
+def test_what_fusion_gains_over_the_best_block(records: dict[str, Record], text: str) -> None:
+    gained, printed = [], []
+    for name in (STRICT, LARGE_FAL, HGB):
+        best, fused = (mean_of(value) for value in MAIN[records[name]["recipe"]])
+        printed.append(fused - best)
+        gained.append(mean(records[name], *FUSED) - mean(records[name], "best_test_chosen", "top1"))
+    ours, paper = (f"{min(gain):.1f} to {max(gain):.1f}" for gain in (gained, printed))
+    assert f"is what the paper gains: {ours} points on Tiny-ImageNet, in the paper {paper}." in text
+    means = [mean(records[name], "mean", "top1") - mean(records[name], *FUSED) for name in (STRICT, LARGE_FAL, HGB)]
+    assert min(means) > 0, "gains more"
 
 
 def test_what_is_said_of_end_to_end(records: dict[str, Record], text: str) -> None:
@@ -125,22 +153,23 @@ def test_what_is_said_of_end_to_end(records: dict[str, Record], text: str) -> No
     small = mean(records[SMALL_WHOLE], "last", "top1")
     ahead = [mean(fal, *keys) - small for keys in (("last", "top1"), FUSED, ("mean", "top1"))]
     alone, last = mean(whole, "last", "top1"), mean(strict, "last", "top1")
-    pairs = zip(seed_values(strict, "mean", "top1"), seed_values(whole, "last", "top1"), strict=True)
-    lead = sorted(mine - other for mine, other in pairs)
+    mine, other = sorted(seed_values(strict, "mean", "top1")), sorted(seed_values(whole, "last", "top1"))
     rules = [mean(hgb, *keys) - alone for keys in (("last", "top1"), FUSED, ("mean", "top1"))]
     for said in (
         f"has {alone:.2f} over three seeds (the paper prints 54.17",
-        f"seed by seed by {lead[0]:.1f} to {lead[-1]:.1f} points, comes as far with fusion",
-        f"on train ({mean(strict, *FUSED):.2f}), and stays {alone - last:.1f} points below it",
+        f"each of its seeds ({mine[0]:.2f} to {mine[-1]:.2f}) above each of end to end's ({other[0]:.2f} to "
+        f"{other[-1]:.2f}); its fusion is level ({mean(strict, *FUSED):.2f}); its last exit alone is "
+        f"{alone - last:.1f} points below",
         f"by {rules[0]:.1f} points with the last exit, {rules[1]:.1f} with fusion, {rules[2]:.1f} with the mean",
-        f"training loss {last_losses(WHOLE)[0]:.3f} at the end",
+        f"(training loss {last_losses(WHOLE)[0]:.3f} on Tiny-ImageNet,",
         f"by {ahead[0]:.1f} points with the last exit, {ahead[1]:.1f} with fusion fitted on train "
         f"and {ahead[2]:.1f} with the mean",
-        f"on CIFAR-100 {last_losses(SMALL_WHOLE)[0]:.4f}, where the last exit of strict + FAL has "
+        f"{last_losses(SMALL_WHOLE)[0]:.4f} on CIFAR-100, where the last exit of strict + FAL has "
         f"{last_losses(FAL)[-1]:.3f})",
-        f"tuned, end to end has {last_losses(TUNED)[0]:.3f} there",
+        f"its loss ends at {last_losses(TUNED)[0]:.3f}.",
     ):
         assert said in text
+    assert mine[0] > other[-1], "each above each"
     assert abs(mean(strict, *FUSED) - alone) < 0.3
     assert sum(0.32 < loss < 0.63 for loss in last_losses(STRICT)) > 8
     assert all(0.015 < loss < 0.035 for loss in last_losses(HGB)[-3:])
@@ -157,14 +186,15 @@ def test_what_is_said_of_end_to_end_tuned(records: dict[str, Record], text: str)
     for said in (
         f"the recipe's own has {tried[0]:.2f} %, five times the rate with a decay of 0.05 {tried[1]:.2f}, with a decay "
         f"of 0.5 {tried[2]:.2f}, and SGD, at 0.05 with a decay of 0.0005 and a clip of 1.0, {tried[3]:.2f} (",
-        f"has {best:.2f} on test, one seed: {best - recipes:.1f} points above the recipe's.",
+        f"has {best:.2f} on test at full length, one seed: {best - recipes:.1f} points above the recipe's.",
         f"{by_mean:.1f} points ahead by the mean of its exits (it was {had[0]:.1f}), {-fused:.1f} behind with fusion "
         f"({had[1]:.1f} ahead) and {-last:.1f} behind with the last exit ({had[2]:.1f} ahead)",
-        f"tuned, one loss has {tried[2]:.2f} in as many epochs",
     ):
         assert said in text
     assert len(held) == 4
     assert max(held, key=lambda name: held[name]) == "cifar100-bp-tune-lr1e-3-wd0.5", "The third"
+    decays = {name: records[name]["changes"].get("optim.weight_decay", 0) for name in held}
+    assert max(decays, key=lambda name: decays[name]) == "cifar100-bp-tune-lr1e-3-wd0.5", "the largest decay"
     assert tried[2] - tried[3] < 0.6, "level"
     third = records["cifar100-bp-tune-lr1e-3-wd0.5"]["changes"]
     assert tuned["changes"] == third == {"optim.lr": 0.001, "optim.weight_decay": 0.5}
@@ -193,22 +223,26 @@ def test_what_is_said_of_reduction_precision_and_clip(records: dict[str, Record]
     points = [float(ABLATION["tiny-imagenet"][name][1]) for name in ("ms", "bicovg")]
     apart = mean(records[LARGE_BEFORE], "mean", "top1") - mean(records[LARGE_BEFORE], *FUSED)
     declines, small = seed_values(records[STRICT], "DA"), seed_values(records[PLAIN], "DA")
+    measures = (("DA",), ("TR",), ("fusion", "train", "N_eff"))
+    moved = [mean(unit, *keys) - mean(records[LARGE_BEFORE], *keys) for keys in measures]
     for said in (
         f"r = 4, 8 and 16 have means of {means[0]}, {means[1]} and {means[2]} and fusions of {fused[0]}, {fused[1]} "
         f"and {fused[2]}",
         f"float32 has {exact[0]}, {exact[1]} and {exact[2]} by mean, fusion and last exit, bfloat16 {rounded[0]}, "
         f"{rounded[1]} and {rounded[2]}",
         f"the mean is {lost[0]:.1f} points lower, the fusion {lost[1]:.1f} and the last exit {lost[2]:.1f}",
-        f"its fusion has {mean(one_clip, *FUSED):.2f} after 30 epochs where one clip per unit has "
-        f"{mean(unit, *FUSED):.2f}, and after 90, which add {more:.1f} to the latter",
-        f"the paper prints {MAIN['tiny-imagenet-bicovg'][1]}. But",
-        f"ahead of BiCovG, by {min(scales):.1f} to {max(scales):.1f} points by every rule, and of per-channel goodness "
-        f"by {wide[0]:.1f} with the mean and {wide[1]:.1f} with fusion",
-        f"(the paper's add {points[1] - points[0]:.1f} points to the scales)",
-        f"{deep:.1f} in the deep half and {shallow:.1f} in the shallow half",
-        f"BiCovG's is {mean(unit, 'DA'):.1f} after 30 epochs on Tiny-ImageNet (per-channel "
-        f"{mean(records[LARGE_BEFORE], 'DA'):.1f}) and between {min(declines):.1f} and {max(declines):.1f} after 90",
-        f"by {max(declines) - min(declines):.1f} there, by {max(small) - min(small):.1f} on CIFAR-100",
+        f"Its fusion has {mean(one_clip, *FUSED):.2f} after 30 epochs, where one clip per unit has "
+        f"{mean(unit, *FUSED):.2f}; after 90 the latter gains {more:.1f}",
+        f"the paper prints {mean_of(MAIN['tiny-imagenet-bicovg'][1]):.2f}. It would",
+        f"one clip for all costs {lost[1]:.1f} points fused (Tiny-ImageNet, 30 epochs)",
+        f"ahead of BiCovG, by {min(scales):.1f} to {max(scales):.1f} points by mean, fusion and last exit, and of "
+        f"per-channel goodness by {wide[0]:.1f} with the mean and {wide[1]:.1f} with fusion",
+        f"(the paper's projections add {points[1] - points[0]:.1f} points to the scales)",
+        f"the deep half of the blocks gains {deep:.1f} points over per-channel goodness and the shallow half "
+        f"{shallow:.1f}; in the paper 4.4 and 2.2",
+        f"(DA) by {moved[0]:.1f} (paper -8.7), tail retention (TR) by {moved[1]:+.3f} (+0.050), the effective number "
+        f"of layers (N_eff) by {moved[2]:+.2f} (+0.30)",
+        f"between seeds of strict by {max(declines) - min(declines):.1f} and {max(small) - min(small):.1f}.",
         f"level with its fusion ({100 * apart:.0f} images apart)",
     ):
         assert said in text
@@ -231,7 +265,7 @@ def test_what_is_said_of_goodness_and_fal(records: dict[str, Record], text: str)
     seeds = seed_values(plain, "mean", "top1")
     for said in (
         f"the shallow half gains {shallow:.1f} and the deep half {deep:.1f}",
-        f"in the paper +3.9; {mean(fal, 'DA') - mean(plain, 'DA'):+.1f} on CIFAR-100)",
+        f"(paper +3.9) and {mean(fal, 'DA') - mean(plain, 'DA'):+.1f} on CIFAR-100, while",
         f"{new[0]:.1f} instead of {old[0]:.1f} % at the first, {new[1]:.1f} instead of {old[1]:.1f} at the second, "
         f"{new[-1]:.1f} instead of {old[-1]:.1f} at the last",
         f"(the last block at {bare[-1]:.1f}, the mean {mean(after, 'mean', 'top1') - mean(scales, 'mean', 'top1'):.1f} "
@@ -255,10 +289,9 @@ def test_what_is_said_of_a_loss_at_every_block(records: dict[str, Record], text:
     for said in (
         f"{deep[0]} by the mean of its exits, {deep[1]} fused on train and {deep[2]} at the last exit, where strict "
         f"has {strict[0]}, {strict[1]} and {strict[2]}, and where end to end with one loss has {once:.2f}",
-        f"100 epochs give {once:.2f} and 400 give {long:.2f}: more training did not help",
-        f"costs {gains(records[DEEP], records[AFTER])[0]:.1f} points of the mean, by this recipe. What strict has over "
-        f"one loss ({float(strict[0]) - once:.1f} by the mean, {float(strict[2]) - once:.1f} by the last exit)",
-        f"Units of two blocks + FAL, with four exits, have {mean(records[PAIRS], 'mean', 'top1'):.2f}, where "
+        f"on CIFAR-100 100 epochs give {once:.2f} (one seed) and 400 give {long:.2f}.",
+        f"costs {gains(records[DEEP], records[AFTER])[0]:.1f} points of the mean, by this recipe",
+        f"two blocks + FAL, with four exits, have {mean(records[PAIRS], 'mean', 'top1'):.2f} by the mean, where "
         f"strict + FAL has {mean(records[ALIGNED], 'mean', 'top1'):.2f}",
     ):
         assert said in text
@@ -275,14 +308,12 @@ def test_what_is_said_of_a_loss_at_every_block(records: dict[str, Record], text:
     assert all(len(records[name]["seeds"]) == 1 for name in new)
     alike = ("epochs", "seeds", "parameters", "precision", "exit_blocks")
     assert all(records[DEEP][key] == records[AFTER][key] for key in alike), "the same blocks, goodness and exits"
-    rival = records["cifar100-bp-tune-lr1e-3-wd0.5"]
-    assert (rival["epochs"], rival["holdout"]) == (records[DEEP]["epochs"], 0.1), "in as many epochs, a tenth fewer"
 
 
 def test_what_is_said_of_grouped_units_and_batch_norm(records: dict[str, Record], text: str) -> None:
     grouped, plain, hgb, bare = (records[name] for name in (GROUPED, PLAIN, SMALL_HGB, BARE))
     ahead, behind, lost = gains(grouped, records[FAL]), gains(records[FAL], hgb), gains(records[AFTER], bare)
-    steps = [float(MAIN[f"cifar100-{row}"][1].removesuffix(UNSAID)) for row in ("bicovg", "bicovg-fal")]
+    steps = [mean_of(MAIN[f"cifar100-{row}"][1]) for row in ("bicovg", "bicovg-fal")]
     for said in (
         f"{mean(grouped, 'mean', 'top1'):.2f} by the mean, {mean(grouped, *FUSED):.2f} fused on train and "
         f"{mean(grouped, 'last', 'top1'):.2f} at the last exit, {ahead[0]:.1f}, {ahead[1]:.1f} and {ahead[2]:.1f}",
@@ -295,6 +326,10 @@ def test_what_is_said_of_grouped_units_and_batch_norm(records: dict[str, Record]
         f"{gains(records[HGB], records[LARGE_FAL])[0]:.1f} points above strict + FAL",
         f"mean falls by {lost[0]:.1f} points, the fusion by {lost[1]:.1f} and the last block by {lost[2]:.1f} in 100",
         f"Its {mean(bare, *FUSED):.2f} fused is near the {steps[0]:.2f} that",
+        f"without it {lost[1]:.1f} points less fused (CIFAR-100, 100 epochs), but that {mean(bare, *FUSED):.2f} is "
+        f"near the {steps[0]:.2f} that",
+        f"grouped gains {gains(grouped, plain)[1]:.1f} points over strict without, strict "
+        f"{gains(records[FAL], plain)[1]:.1f}, the paper {steps[1] - steps[0]:.1f}:",
     ):
         assert said in text
 
@@ -310,9 +345,9 @@ def test_what_is_said_of_fusion_on_held_out_images(records: dict[str, Record], t
     images = [round(-100 * gain) for gain in below["heldout_temperatures"]]
     for said in (
         f"({first[0]:.2f} on CIFAR-100, {first[1]:.2f} on Tiny-ImageNet)",
-        f"below the mean by {below['heldout'][0]:.1f} and {below['heldout'][1]:.1f} points",
+        f"below the mean by {below['heldout'][0]:.1f} and {below['heldout'][1]:.1f} points (fitted on train: "
+        f"{below['train'][0]:.1f} and {below['train'][1]:.1f})",
         f"above the mean by {images[0]} and {images[1]} of the 10,000 test images",
-        f"comes on Tiny-ImageNet ({below['train'][1]:.1f} below) and farther on CIFAR-100 ({below['train'][0]:.1f})",
         f"a mean of {large['mean']['top1']:.2f}, below all three seeds that had every image ({min(seeds):.2f} to "
         f"{max(seeds):.2f}); CIFAR-100's has {small['mean']['top1']:.2f}, between strict's two ({min(others):.2f} and "
         f"{max(others):.2f})",
@@ -320,13 +355,12 @@ def test_what_is_said_of_fusion_on_held_out_images(records: dict[str, Record], t
         assert said in text
     assert large["mean"]["top1"] < min(seeds)
     assert min(others) < small["mean"]["top1"] < max(others)
-    assert below["heldout"][0] > below["train"][0]
-    assert below["heldout"][1] < below["train"][1]
     assert min(images) > 0
     assert max(images) < 40, "no more than noise"
     many = {name: one for name, one in records.items() if one["data"] != "digits" and len(one["exit_blocks"]) > 1}
     ahead = {name: mean(one, *FUSED) - mean(one, "mean", "top1") for name, one in many.items()}
     assert {name for name, points in ahead.items() if points > 0} == {DEEP, BEFORE, MIXED}
+    assert all(many[name]["epochs"] < many[name]["recipe_epochs"] for name in (DEEP, BEFORE, MIXED)), "every full run"
     assert ahead[DEEP] < 0.2, "the same within 0.2"
 
 
@@ -339,16 +373,16 @@ def test_what_is_said_of_fal_on_tiny_imagenet(records: dict[str, Record], text: 
     strict, fal = records[STRICT], records[LARGE_FAL]
     shallow, deep = mean_gain(exit_means(strict), exit_means(fal))
     lost = [-gain for gain in gains(fal, strict)]
-    paper = float(MAIN[strict["recipe"]][1]) - float(MAIN[fal["recipe"]][1])
+    paper = mean_of(MAIN[strict["recipe"]][1]) - mean_of(MAIN[fal["recipe"]][1])
     for said in (
-        f"{-shallow:.1f} and {-deep:.1f} points of the shallow and the deep half, where the paper gains 0.7 and 1.5",
-        f"more than FAL changes in it ({mean(fal, 'DA') - mean(strict, 'DA'):+.1f} there, in the paper +3.9;",
-        f"mean falls by {lost[0]:.1f}, the fusion by {lost[1]:.1f} and the last block by {lost[2]:.1f}, three times",
+        f"half of the blocks lose {-shallow:.1f} and {-deep:.1f} points, where the paper gains 0.7 and 1.5",
+        f"it is {mean(fal, 'DA') - mean(strict, 'DA'):+.1f} on Tiny-ImageNet (paper +3.9) and",
+        f"mean falls by {lost[0]:.1f}, the fusion by {lost[1]:.1f} and the last block by {lost[2]:.1f}, three standard",
         f"in the paper the fusion falls by {paper:.1f}",
     ):
         assert said in text
     for points, keys in zip(lost, RULES, strict=True):
-        assert points > 2.9 * statistics.stdev(seed_values(strict, *keys)), "three times what seeds spread"
+        assert points > 2.9 * statistics.stdev(seed_values(strict, *keys)), "three standard deviations"
     first = 2  # the first block with a FAL before it
     for seed in strict["seeds"]:
         pairs = zip(last_losses(LARGE_FAL), last_losses(STRICT, seed), strict=True)
@@ -433,15 +467,15 @@ def test_what_is_said_of_speed_and_memory_against_backprop() -> None:
         f"measured in another run than strict's {speed(rows['strict']):,.0f}"
     )
     assert said in text
-    assert peak_bytes(parts) < peak_bytes(rows["strict"])
+    assert peak_bytes(parts) < peak_bytes(rows["strict"]), "takes less"
     searched = [row for row in rows.values() if row["memory"].get("smallest_bytes")]
     assert len(searched) == 4
     assert "searched for four configurations" in words("docs/results.md")
     said = (
         f"1.3 to 1.4 times as fast as backprop with one loss, and takes {memory[0]}, {memory[1]} and {memory[2]} of "
-        "its memory at 32, 64 and 224 px, where backprop in four micro-batches takes less than strict in one piece "
-        f"({peak_bytes(parts) / 1e9:.2f} and {peak_bytes(rows['strict']) / 1e9:.2f} GB), at two thirds of strict's "
-        f"speed; strict in four takes {peak_bytes(quarters) / 1e9:.2f}"
+        "its memory at 32, 64 and 224 px. At 224 px backprop in four micro-batches takes less "
+        f"({peak_bytes(parts) / 1e9:.2f} GB, strict in one piece {peak_bytes(rows['strict']) / 1e9:.2f}) at two thirds "
+        f"of strict's speed; strict in four takes {peak_bytes(quarters) / 1e9:.2f} GB"
     )
     assert said in words("README.md")
     assert {one[:3] for one in ratio} <= {"1.3", "1.4"}
@@ -457,6 +491,11 @@ def test_what_was_wanted_of_speed_and_memory(records: dict[str, Record]) -> None
     shares = [100 * table["goodness_share"] for table in tables]
     mine, whole = (peak_bytes(tables[-1]["sides"][side]) for side in (0, 1))
     memory = [mine / 1e9, 100 * mine / whole]
+    (again,) = (
+        peak_bytes(row) / 1e9
+        for row in bench_file("imagenet100-bicovg")["rows"]
+        if row["name"] == "end-to-end-checkpointed"
+    )
     assert [side["name"] for side in tables[-1]["sides"][:2]] == ["strict", "end-to-end"]
     limits = zip((1.15, 1.20, 1.20), (1.35, 1.38, 1.40), ratios, strict=True)
     rows = [(f"{low:.2f} | {high:.2f} | {ratio:.3f}", ratio >= low, ratio >= high) for low, high, ratio in limits]
@@ -464,15 +503,29 @@ def test_what_was_wanted_of_speed_and_memory(records: dict[str, Record]) -> None
         (f"6 min | 4 min | {small:.1f} min", small <= 6, small <= 4),
         ("10 min | 8 min | {:.1f}, {:.1f} and {:.1f} min".format(*large), max(large) <= 10, max(large) <= 8),
         ("15 % | 8 % | {:.1f}, {:.1f} and {:.1f} %".format(*shares), max(shares) <= 15, max(shares) <= 8),
-        ("2.0 GB, 45 % | 1.5 GB | {:.2f} GB, {:.0f} %".format(*memory), mine <= 2e9 and memory[1] <= 45, mine <= 1.5e9),
+        (
+            "2.0 GB, 45 % | 1.5 GB | {:.2f} GB, {:.0f} % (end to end checkpointed: {:.2f} GB)".format(*memory, again),
+            mine <= 2e9 and memory[1] <= 45,
+            mine <= 1.5e9,
+        ),
     ]
     for said, wanted, hoped in rows:
         assert wanted, said
         missed = "" if hoped else ": missed what was hoped"
         assert f"| {said}{missed} |" in words("docs/performance.md")
-    roofs = [[side["roofline"][ROOF[0]] for side in table["sides"][:2]] for table in tables[1:]]
-    assert [f"{roof[0] / roof[1]:.2f}" for roof in roofs] == ["1.35", "1.35"]
-    assert "traffic together would give (1.35)" in words("docs/performance.md")
+    roofs = [[side["roofline"][ROOF[0]] for side in table["sides"][:2]] for table in tables]
+    limit = [roof[0] / roof[1] for roof in roofs]
+    most = [100 * table["goodness_share_at_most"] for table in tables]
+    (shared,) = (run["wall_seconds"] / 60 for run in records[PLAIN]["runs"] if (PLAIN, run["seed"]) in SHARED)
+    for said in (
+        f"it gives {limit[0]:.2f}, {limit[1]:.2f} and {limit[2]:.2f} for the three rows",
+        f"the upper bounds, {min(most):.1f} to {max(most):.1f} %, lie above what was wanted",
+        f"shared the card and took {shared:.1f} minutes",
+    ):
+        assert said in words("docs/performance.md")
+    above = [ratio > other for ratio, other in zip(ratios, limit, strict=True)]
+    assert above == [True, True, False], "the first two"
+    assert min(most) > 15
 
 
 def test_what_is_said_of_the_classic_net() -> None:
@@ -482,7 +535,7 @@ def test_what_is_said_of_the_classic_net() -> None:
     for said in (
         f"Ours is {speed(mine) / speed(classic):.2f} times as fast as the classic net, which inductor compiles, and "
         f"takes {100 * less[0]:.0f} % less memory",
-        f"saves {100 * less[1]:.0f} % here, where the paper saves 39",
+        f"saves {100 * less[1]:.0f} % here, where the paper saves 39. Against",
         f"strict + FAL is {speed(mine) / speed(whole):.2f} times as fast in this table, and takes "
         f"{100 * less[2]:.0f} % less",
         f"is {550 / 559:.2f} times as fast as the classic one",

@@ -17,6 +17,7 @@ from bicovg.recipes import get_recipe
 from bicovg.records import load_records, write_record
 from bicovg.report.bench_tables import shorten
 from bicovg.report.benchmarks import SHORT, bench_charts
+from bicovg.report.cells import read_records
 from bicovg.report.charts import PRINT, Rule, Series, line_chart
 from bicovg.report.collect import read_runs
 from bicovg.report.figures import compose
@@ -35,7 +36,7 @@ from bicovg.report.paper import EFFICIENCY
 from bicovg.report.record_charts import KINDS, MOST, readable, record_charts
 from bicovg.report.scene import Text
 from bicovg.report.svg import svg_file
-from bicovg.report.tables import TABLES, read_records
+from bicovg.report.tables import TABLES
 
 ROOT = Path(__file__).parent.parent
 LIFTS = {"per-channel": -4.0, "bicovg": 0.0}
@@ -78,7 +79,7 @@ def test_tables_show_the_numbers_of_their_records(tmp_path: Path) -> None:
     assert f"BiCovG, r = 8 | cifar100 | 5 of 400, short | float32 | 1 | {mean:.2f} |" in ablation
     assert "| BiCovG, r = 16 | imagenet100 | - | - | - | not run |  | 1.1 below r = 8 |" in ablation
     fused = records["c-bicovg"]["runs"][0]["fusion"]["train"]["top1"]
-    assert f"| c-bicovg | 1 | {mean:.2f} | {fused:.2f} | - | - | - |\n" in TABLES["fusion"](records)
+    assert f"| c-bicovg | strict | 1 | {mean:.2f} | {fused:.2f} | - | - | - |\n" in TABLES["fusion"](records)
 
 
 def change_config(run: Path, section: str, name: str, value: object) -> None:
@@ -99,7 +100,7 @@ def test_a_record_that_changed_its_recipe_is_no_row_of_the_ablation_and_says_wha
     assert [records[name]["changes"] for name in runs] == [{}, {"model.batch_norm": False}, {}]
     assert TABLES["ablation"](records).count("BiCovG, r = 8 | cifar100 | 5 of 400") == 2
     rows = TABLES["readings"](records).splitlines()[2:]
-    assert [row.split(" | ")[3] for row in rows] == ["float32", "model.batch_norm false", "nothing"]
+    assert [row.split(" | ")[4] for row in rows] == ["float32", "model.batch_norm false", "nothing"]
     (row,) = (line for line in TABLES["results"](records).splitlines() if line.startswith("| other |"))
     assert "| bfloat16 | model.batch_norm false | 1 |" in row
     (row,) = (line for line in TABLES["results"](records).splitlines() if line.startswith("| exact |"))
@@ -168,7 +169,7 @@ def test_recipes_that_belong_together_are_read_side_by_side(tmp_path: Path) -> N
     records["bp"]["exit_blocks"] = [7]
     rows = [row.strip("| ").split(" | ") for row in TABLES["readings"](records).splitlines()[2:]]
     assert [row[0] for row in rows] == ["bicovg-fal", "grouped", "bp", "bp-deep"]
-    assert [row[6:] == ["-", "-"] for row in rows] == [False, False, True, False]
+    assert [row[7:] == ["-", "-"] for row in rows] == [False, False, True, False]
     records["grouped"]["epochs"], records["bp-deep"]["holdout"] = 6, 0.02
     assert "not run" in TABLES["readings"](records)
 
@@ -183,8 +184,30 @@ def test_the_headline_holds_full_runs_by_data_set_beside_the_papers_numbers(tmp_
     assert [(row[0], row[1].removeprefix(f"{row[0]}-"), row[-1]) for row in rows] == [
         ("cifar100", "bicovg", "68.21 (not said how)"),
         ("cifar100", "hgb2", "-"),
-        ("tiny-imagenet", "bp", "54.17 (classic net)"),
+        ("tiny-imagenet", "bp", "54.17 +- 0.37 (classic net)"),
         ("tiny-imagenet", "grouped", "-"),
+    ]
+
+
+def test_what_fusion_gains_over_the_best_block_is_that_of_full_runs_beside_the_papers(tmp_path: Path) -> None:
+    lengths = {"tiny-imagenet-hgb4": 90, "tiny-imagenet-bicovg-fal": 5, "tiny-imagenet-bp": 90, "cifar100-bicovg": 400}
+    for recipe, epochs in lengths.items():
+        make_record(tmp_path / "records" / recipe, make_run(tmp_path / recipe, recipe, epochs=epochs))
+    records = read_records(tmp_path)
+    for name, record in records.items():
+        record["runs"][0]["best_test_chosen"] = {"top1": 50.25, "top5": 75.0}
+        record["runs"][0]["fusion"]["train"] |= {"top1": 52.0, "top5": 77.125}
+        record["runs"][0]["mean"] = {"top1": 51.0, "top5": 76.5}
+        record["runs"][0]["last"] = {"top1": 49.0, "top5": 70.0}
+        record["exit_blocks"] = [7] if name.endswith("-bp") else record["exit_blocks"]
+    assert TABLES["fusion-gain"](records).splitlines()[2:] == [
+        "| cifar100-bicovg | 1 | 50.25 | - | 52.00 | 68.21 (not said how) | 1.75 | - |",
+        "| tiny-imagenet-hgb4 | 1 | 50.25 | 52.42 +- 0.28 | 52.00 | 54.48 +- 0.08 | 1.75 | 2.06 |",
+    ]
+    assert TABLES["top5"](records).splitlines()[2:] == [
+        "| cifar100-bicovg | strict | 400 | 1 | 70.00 | 76.50 | 77.12 |",
+        "| tiny-imagenet-bp | end-to-end | 90 | 1 | 70.00 | - | - |",
+        "| tiny-imagenet-hgb4 | hgb | 90 | 1 | 70.00 | 76.50 | 77.12 |",
     ]
 
 
@@ -243,7 +266,7 @@ def test_a_network_with_one_exit_is_a_level_across_the_figure(tmp_path: Path) ->
     records["bicovg"]["runs"][0]["fusion"] = {"train": None}
     assert record_charts("fusion", records) == []
     (chart,) = record_charts("by-block", records)
-    assert [line["name"] for line in chart.hover["series"]] == ["bicovg"]
+    assert [line["name"] for line in chart.hover["series"]] == [name for name, *_ in chart.legend] == ["bicovg"]
     assert {"bp", "61.50"} <= {mark.text for mark in chart.scene.marks if isinstance(mark, Text)}
     del records["bicovg"]
     assert record_charts("by-block", records) == []
@@ -303,7 +326,7 @@ def test_the_early_exit_table_is_that_of_the_curve_beside_the_record(tmp_path: P
     (run / "early_exit.json").write_text(json.dumps(found))
     make_record(tmp_path / "records" / "mine", run)
     table = TABLES["early-exit"](read_records(tmp_path))
-    assert "| mine | mean of blocks so far | 71.00 | 1.60x | - | 70.25 | 0.75 | held-out |" in table
+    assert "| mine | strict | mean of blocks so far | 71.00 | 1.60x | - | 70.25 | 0.75 | held-out |" in table
     assert len(record_charts("early-exit", read_records(tmp_path))) == 1
     records = read_records(tmp_path)
     records["mine"]["epochs"] = 100  # a short run's is no claim
@@ -337,11 +360,12 @@ def test_the_tables_of_engines_show_their_records_and_their_distances(
     assert cells[-1] == f"{mean:.2f}"
     far = {"largest_difference_first_steps": 0.00123, "largest_difference_of_means": 0.5, "recompiled": 2}
     near = {"largest_difference_first_steps": 0.0, "largest_difference_of_means": 4e-7, "recompiled": 0}
-    row = {"recipe": "digits", "precision": "float32", "compiled": far, "graph": near}
+    limits = {"limits": [0.02, 0.01]}
+    row = {"recipe": "digits", "precision": "float32", "compiled": far | limits, "graph": near | limits}
     (results / "agree-some.json").write_text(json.dumps({"rows": [row]}))
     assert TABLES["agreement"]({}).splitlines()[2:] == [
-        "| digits | float32 | compiled | 1.2e-03 | 5.0e-01 | 2 |",
-        "| digits | float32 | graph | 0.0e+00 | 4.0e-07 | 0 |",
+        "| digits | float32 | compiled | 1.2e-03 | 2e-02 | 5.0e-01 | 1e-02 | 2 |",
+        "| digits | float32 | graph | 0.0e+00 | 2e-02 | 4.0e-07 | 1e-02 | 0 |",
     ]
 
 
@@ -396,9 +420,8 @@ def test_the_speed_table_shows_what_was_measured_in_turns_on_a_gpu(
     classic = {**side("classic", 900.0, 6_000_000_000), "run": 0}
     path.write_text(json.dumps({**found, "rows": [classic]}))
     assert "| 62% | 1.50 | 0.50 | -75.0% |" in TABLES["efficiency"]({})
-    assert "| 6.00 | 2.00 | +0.0% |  |  |  | 134.7 M | 16.75 | 10.11 (ours: not run) | 559 |" in TABLES["efficiency"](
-        {}
-    )
+    shown = "| 6.00 | 2.00 | +0.0% |  |  |  | 134.7 M | 16.75 | 10.11 (ours: not run) | 559 |"
+    assert shown in TABLES["efficiency"]({})
     later = {"id": 1, "gpu": "GPU", "torch": "2.0+x", "commit": "0123456789abcdef+"}
     row = side("strict", 999.0, 2_000_000_000) | {"run": 1}
     row["memory"] |= {"reserved_bytes": 2_407_000_000, "smallest_bytes": 2_347_000_000}  # type: ignore[operator]

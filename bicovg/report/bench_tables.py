@@ -140,13 +140,15 @@ def peak_bytes(row: dict[str, Any], field: str = "steady_bytes") -> float:
 
 def agreement_table() -> str:
     """How far 200 steps of the other engines are from the eager ones, from ``benchmarks/agree.py``."""
-    header = ["recipe", "precision", "engine", "first 5 losses", "means of 20 losses", "compiled after the third step"]
+    header = ["recipe", "precision", "engine", "first 5 losses", "allowed", "means of 20 losses", "allowed"]
+    header.append("compiled after the third step")
     rows = []
     for path in sorted(FOLDER.glob("agree-*.json")):
         for row in json.loads(path.read_text())["rows"]:
             for engine in (name for name in ("plain", "compiled", "graph") if name in row):
                 found = row[engine]
                 first, later = found["largest_difference_first_steps"], found["largest_difference_of_means"]
-                cells = [row["recipe"], row["precision"], engine, f"{first:.1e}", f"{later:.1e}"]
-                rows.append([*cells, str(found["recompiled"])])
+                pairs = zip((first, later), found["limits"], strict=True)
+                cells = [f"{value:.{digits}e}" for pair in pairs for value, digits in zip(pair, (1, 0), strict=True)]
+                rows.append([row["recipe"], row["precision"], engine, *cells, str(found["recompiled"])])
     return markdown(header, rows or [[NOT_RUN, *[""] * (len(header) - 1)]])

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from bicovg.errors import UserError
 from bicovg.report.bench_tables import NOT_RUN
+from bicovg.report.cells import Records, read_records
 from bicovg.report.figures import compose
 from bicovg.report.record_charts import DATA, KINDS, SHORT, record_charts
 from bicovg.report.svg import svg_file
-from bicovg.report.tables import TABLES, Records, read_records
+from bicovg.report.tables import TABLES
 
 MARKED = re.compile(r"(<!-- (table|figures): ([a-z0-9-]+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 FIGURES = Path("docs") / "figures"

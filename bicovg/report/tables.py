@@ -2,18 +2,17 @@
 
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from bicovg.bench_report import FOLDER
 from bicovg.diagnostics import mean_gain
 from bicovg.recipes import get_recipe
-from bicovg.records import Record, as_word, changed_settings, load_records, seed_values
+from bicovg.records import Record, load_records, seed_values
 from bicovg.report.bench_tables import NOT_RUN, agreement_table, efficiency_table, markdown, speed_table
-from bicovg.report.paper import ABLATION, BESIDE, DIAGNOSTICS, MAIN
+from bicovg.report.cells import Records, accuracy, cell, each, length, of_recipe, settings_changed, what_changed
+from bicovg.report.paper import ABLATION, BESIDE, DIAGNOSTICS, MAIN, mean_of
 from bicovg.report.pictures import PREDICTS_FROM
 from bicovg.report.record_charts import comparable, exit_means, is_candidate, is_full
-from bicovg.runlog import read_early_exit, read_metrics
 
 FITTED_ON = {
     "train": "on train",
@@ -22,49 +21,6 @@ FITTED_ON = {
     "heldout_temperatures": "on held-out, with temperatures",
 }
 READ_UNDER = {"grouped": "bicovg-fal", "bp-deep": "bp"}  # recipes to be read beside another one
-Records = dict[str, Record]
-
-
-def read_records(root: Path = Path()) -> Records:
-    """Every record of a checkout, with what it changed of its recipe as ``changes``.
-
-    Each seed has its early-exit curve as ``early_exit`` and the mean of exits on held-out images as ``heldout_mean``,
-    or None.
-    """
-    records = load_records(root / "records")
-    for name, record in records.items():
-        for entry in record["runs"]:
-            folder = root / "records" / name / f"s{entry['seed']}"
-            entry["early_exit"], record["changes"] = read_early_exit(folder), changed_settings(folder)
-            last = read_metrics(folder)[-1]
-            entry["heldout_mean"] = last["mean_top1"] if last.get("split") == "heldout" else None
-    return records
-
-
-def cell(values: Sequence[float | None], digits: int = 2) -> str:
-    """``mean`` of one seed, ``mean +- std`` of several; a dash where one seed lacks the value."""
-    numbers = [value for value in values if value is not None]
-    if not numbers or len(numbers) < len(values):
-        return "-"
-    mean = f"{statistics.fmean(numbers):.{digits}f}"
-    return mean if len(numbers) == 1 else f"{mean} +- {statistics.stdev(numbers):.{digits}f}"
-
-
-def of_recipe(records: Records, recipe: str, unchanged: bool = True) -> list[Record]:
-    """Records of a recipe but for tuning candidates: the longest first, then those that held nothing out.
-
-    With ``unchanged=False`` also those that changed a setting.
-    """
-    found = [one for one in records.values() if one["recipe"] == recipe and not is_candidate(one)]
-    found = [one for one in found if not (unchanged and one["changes"])]
-    return sorted(found, key=lambda record: (-record["epochs"], record["holdout"], record["name"]))
-
-
-def length(record: Record) -> str:
-    """Epochs; a run shorter than its recipe says so, and one that trained on fewer images."""
-    whole, held = record["recipe_epochs"], record["holdout"]
-    epochs = str(record["epochs"]) if whole in (None, record["epochs"]) else f"{record['epochs']} of {whole}, short"
-    return f"{epochs}, {held:.0%} held out" if held else epochs
 
 
 def results_table(records: Records) -> str:
@@ -74,16 +30,16 @@ def results_table(records: Records) -> str:
     """
     header = ["record", "scope", "epochs", "precision", "changed", "seeds", "last", "best (test-chosen)"]
     header += ["best (held-out-chosen)", "mean", "fused on train", "fused on held-out", "paper: best", "paper: fused"]
-    shown = {name: record for name, record in records.items() if not is_candidate(record)}
     rows = []
     for recipe, (best, fused) in MAIN.items():
-        found = of_recipe(shown, recipe, unchanged=False)
+        found = of_recipe(records, recipe, unchanged=False)
         rows += [[*result_cells(record), *(("-", "-") if record["changes"] else (best, fused))] for record in found]
         if not found:
             config = get_recipe(recipe)
             known = [recipe, config.model.scope, str(config.train.epochs), "-", "", "-"]
             rows.append([*known, NOT_RUN, *[""] * 5, best, fused])
-    others = sorted((r for r in shown.values() if r["recipe"] not in MAIN), key=lambda r: str(r["name"]))
+    others = [one for one in records.values() if one["recipe"] not in MAIN and not is_candidate(one)]
+    others.sort(key=lambda record: str(record["name"]))
     rows += [[*result_cells(record), "", ""] for record in others]
     return markdown(header, rows)
 
@@ -97,14 +53,8 @@ def result_cells(record: Record) -> list[str]:
         record["precision"],
         settings_changed(record),
         str(len(record["seeds"])),
-        *[top1(record, *keys) for keys in (*rules, ("fusion", "heldout"))],
+        *[accuracy(record, *keys) for keys in (*rules, ("fusion", "heldout"))],
     ]
-
-
-def top1(record: Record, *keys: str) -> str:
-    """Top-1 by one rule; a network with one exit has no rule but the last."""
-    single = len(record["exit_blocks"]) == 1
-    return "-" if single and keys != ("last",) else cell(seed_values(record, *keys, "top1"))
 
 
 def tuning_table(records: Records) -> str:
@@ -130,11 +80,51 @@ def headline_table(records: Records) -> str:
         for record in of_recipe(records, recipe, unchanged=False):
             whole = is_full(record) and record["precision"] == "bfloat16"
             if whole and not record["holdout"]:
-                values = [top1(record, *keys) for keys in (("last",), ("mean",), ("fusion", "train"))]
+                values = [accuracy(record, *keys) for keys in (("last",), ("mean",), ("fusion", "train"))]
                 changes = settings_changed(record)
                 known = [record["data"], f"{recipe}, {changes}" if changes else recipe, record["scope"]]
                 rows.append([*known, str(len(record["seeds"])), *values, "-" if changes else paper])
     return markdown(header, sorted(rows, key=lambda row: row[0]) or [[NOT_RUN, *[""] * (len(header) - 1)]])
+
+
+def fusion_gain_table(records: Records) -> str:
+    """Full runs of the paper's rows: fusion beside the single best block, as the paper has them, and what it gains."""
+    header = ["recipe", "seeds", "best (test-chosen)", "paper", "fused on train", "paper", "fusion gains", "paper"]
+    rows = []
+    for recipe, (best, fused) in MAIN.items():
+        for record in of_recipe(records, recipe):
+            if fused and is_full(record) and not record["holdout"]:
+                keys = (("best_test_chosen", "top1"), ("fusion", "train", "top1"))
+                ours = [seed_values(record, *key) for key in keys]
+                gain = cell([None if None in pair else pair[1] - pair[0] for pair in zip(*ours, strict=True)])
+                printed = f"{mean_of(fused) - mean_of(best):.2f}" if best else "-"
+                known = [recipe, str(len(record["seeds"])), cell(ours[0]), best or "-", cell(ours[1]), fused]
+                rows.append([*known, gain, printed])
+    return markdown(header, rows or [[NOT_RUN, *[""] * (len(header) - 1)]])
+
+
+def top5_table(records: Records) -> str:
+    """Top-5 of full runs by the rules of the main table."""
+    header = ["record", "scope", "epochs", "seeds", "last", "mean", "fused on train"]
+    rows = []
+    for record in sorted(records.values(), key=lambda record: str(record["name"])):
+        if is_full(record) and record["data"] != "digits":
+            values = [accuracy(record, *keys, of="top5") for keys in (("last",), ("mean",), ("fusion", "train"))]
+            rows.append([record["name"], record["scope"], length(record), str(len(record["seeds"])), *values])
+    return markdown(header, rows or [[NOT_RUN, *[""] * (len(header) - 1)]])
+
+
+def digits_table(records: Records) -> str:
+    """For the README: every block of the built-in digits' records."""
+    found = [record for record in records.values() if record["data"] == "digits"]
+    blocks = found[0]["exit_blocks"] if found else [0]
+    header = ["record", *(f"block {block}" for block in blocks), "mean of blocks", "fused on train"]
+    rows = []
+    for record in found:
+        curves = zip(*seed_values(record, "exits", "top1"), strict=True)
+        combined = [accuracy(record, *keys) for keys in (("mean",), ("fusion", "train"))]
+        rows.append([record["name"], *(cell(values) for values in curves), *combined])
+    return markdown(header, rows or [[NOT_RUN, *[""] * (len(header) - 1)]])
 
 
 def ablation_table(records: Records) -> str:
@@ -146,7 +136,7 @@ def ablation_table(records: Records) -> str:
             found = of_recipe(records, f"{data}-{suffix}")
             for record in found:
                 known = [name, data, length(record), record["precision"], str(len(record["seeds"]))]
-                rows.append([*known, top1(record, "mean"), top1(record, "fusion", "train"), paper])
+                rows.append([*known, accuracy(record, "mean"), accuracy(record, "fusion", "train"), paper])
             if not found:
                 rows.append([name, data, "-", "-", "-", NOT_RUN, "", paper])
     return markdown(header, rows)
@@ -154,13 +144,14 @@ def ablation_table(records: Records) -> str:
 
 def fusion_table(records: Records) -> str:
     """What weighting the exits is worth: the plain mean beside Logistic Fusion fitted on different images."""
-    header = ["record", "seeds", "mean", *FITTED_ON.values()]
+    header = ["record", "scope", "seeds", "mean", *FITTED_ON.values()]
     rows = []
     for record in sorted(records.values(), key=lambda record: str(record["name"])):
         if len(record["exit_blocks"]) > 1 and record["data"] != "digits" and not is_candidate(record):
             entries = [entry["fusion"] for entry in record["runs"]]
             fitted = [cell([(entry.get(name) or {}).get("top1") for entry in entries]) for name in FITTED_ON]
-            rows.append([record["name"], str(len(entries)), cell(seed_values(record, "mean", "top1")), *fitted])
+            known = [record["name"], record["scope"], str(len(entries)), accuracy(record, "mean")]
+            rows.append([*known, *fitted])
     return markdown(header, rows or [[NOT_RUN, *[""] * (len(header) - 1)]])
 
 
@@ -186,12 +177,13 @@ def diagnostics_table(records: Records) -> str:
 
 def readings_table(records: Records) -> str:
     """Records of equal length that differ in a setting, or in a recipe that is to be read beside another."""
-    header = ["record", "recipe", "epochs", "changed", "seeds", "last", "mean", "fused on train"]
+    header = ["record", "recipe", "scope", "epochs", "changed", "seeds", "last", "mean", "fused on train"]
     rows = []
     for record in sorted(records.values(), key=reading_order):
         if any(meet(record, other) for other in records.values()):
-            values = [top1(record, *keys) for keys in (("last",), ("mean",), ("fusion", "train"))]
-            known = [record["name"], record["recipe"], length(record), what_changed(record) or "nothing"]
+            values = [accuracy(record, *keys) for keys in (("last",), ("mean",), ("fusion", "train"))]
+            known = [record["name"], record["recipe"], record["scope"], length(record)]
+            known.append(what_changed(record) or "nothing")
             rows.append([*known, str(len(record["seeds"])), *values])
     return markdown(header, rows or [[NOT_RUN, *[""] * (len(header) - 1)]])
 
@@ -214,15 +206,6 @@ def meet(one: Record, other: Record) -> bool:
     return alike and differ and read_under(one) == read_under(other)
 
 
-def settings_changed(record: Record) -> str:
-    return ", ".join(f"{path} {as_word(value)}" for path, value in record["changes"].items())
-
-
-def what_changed(record: Record) -> str:
-    """Settings, and the precision where that is float32."""
-    return ", ".join(filter(None, (settings_changed(record), "float32" * (record["precision"] == "float32"))))
-
-
 def diagnostic_cells(a: Record, b: Record) -> list[str]:
     gains = mean_gain(exit_means(a), exit_means(b))
     changes = []
@@ -236,7 +219,7 @@ def diagnostic_cells(a: Record, b: Record) -> list[str]:
 
 def early_exit_table(records: Records) -> str:
     """Accuracy at less compute, from records of full runs that measured it."""
-    header = ["record", "predicts from", "whole network", "less compute", "blocks computed, mean", "top-1"]
+    header = ["record", "scope", "predicts from", "whole network", "less compute", "blocks computed, mean", "top-1"]
     header += ["points lost", "calibrated on"]
     rows = []
     for record in records.values():
@@ -248,7 +231,7 @@ def early_exit_table(records: Records) -> str:
                 less, blocks = cell([1 / p["compute"] for p in points]) + "x", blocks_computed(points, record)
                 accuracy, lost = (cell([point[name] for point in points]) for name in ("top1", "points_lost"))
                 label, source = PREDICTS_FROM.get(rule, rule), measured[0]["calibrated_on"]
-                rows.append([record["name"], label, full, less, blocks, accuracy, lost, source])
+                rows.append([record["name"], record["scope"], label, full, less, blocks, accuracy, lost, source])
     return markdown(header, rows or [[NOT_RUN, *[""] * (len(header) - 1)]])
 
 
@@ -279,11 +262,6 @@ def times_table(records: Records) -> str:
     return markdown(header, rows or [[NOT_RUN, *[""] * (len(header) - 1)]])
 
 
-def each(values: Sequence[float | None], digits: int = 2) -> str:
-    """Every seed's value."""
-    return ", ".join("-" if value is None else f"{value:.{digits}f}" for value in values)
-
-
 def engines_table() -> str:
     """The same training in two engines, two seeds each: records that lie beside the benchmarks."""
     header = ["engine", "recipe", "epochs", "seeds", "last", "mean", "fused on train", "mean of each seed"]
@@ -302,6 +280,9 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "tuning": tuning_table,
     "ablation": ablation_table,
     "fusion": fusion_table,
+    "fusion-gain": fusion_gain_table,
+    "top5": top5_table,
+    "digits": digits_table,
     "diagnostics": diagnostics_table,
     "readings": readings_table,
     "early-exit": early_exit_table,

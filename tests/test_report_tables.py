@@ -196,7 +196,7 @@ def test_what_fusion_gains_over_the_best_block_is_that_of_full_runs_beside_the_p
     records = read_records(tmp_path)
     for name, record in records.items():
         record["runs"][0]["best_test_chosen"] = {"top1": 50.25, "top5": 75.0}
-        record["runs"][0]["fusion"]["train"] |= {"top1": 52.0, "top5": 77.125}
+        record["runs"][0]["fusion"]["train"] = {"top1": 52.0, "top5": 77.125}
         record["runs"][0]["mean"] = {"top1": 51.0, "top5": 76.5}
         record["runs"][0]["last"] = {"top1": 49.0, "top5": 70.0}
         record["exit_blocks"] = [7] if name.endswith("-bp") else record["exit_blocks"]

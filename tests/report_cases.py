@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from bicovg.config import to_json
+from bicovg.diagnostics import decline_area, tail_retention
 from bicovg.recipes import get_recipe
+from bicovg.records import write_record
 from bicovg.report.png import data_uri, encode_png
 from bicovg.roofline import trace_layers
+
+LIFTS = {"per-channel": -4.0, "bicovg": 0.0}
 
 
 def make_run(
@@ -135,3 +139,18 @@ def _analysis(classes: list[str], exits: int, seed: int) -> dict[str, Any]:
         "class_top1": [[40 + (7 * k + 3 * e) % 60 for k in range(K)] for e in range(exits)],
         "mistakes": mistakes,
     }
+
+
+def make_record(folder: Path, run: Path) -> Path:
+    summary = json.loads((run / "summary.json").read_text())
+    top1 = summary["test"]["exits"]["top1"]
+    summary["test"]["diagnostics"] = {"DA": decline_area(top1), "TR": tail_retention(top1)}
+    (run / "summary.json").write_text(json.dumps(summary))
+    write_record([run], folder)
+    return folder
+
+
+def change_config(run: Path, section: str, name: str, value: object) -> None:
+    config = json.loads((run / "config.json").read_text())
+    config[section][name] = value
+    (run / "config.json").write_text(json.dumps(config))

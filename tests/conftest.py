@@ -5,6 +5,7 @@ import signal
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import jaxtyping
 import pytest
@@ -72,3 +73,21 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("runs") / "small"
     assert main(["train", *SMALL, "--out", str(run)]) == 0
     return run
+
+
+@pytest.fixture(scope="session")
+def records() -> dict[str, dict[str, Any]]:
+    """The records of this checkout."""
+    from prose_cases import ROOT
+
+    from bicovg.report.cells import read_records
+
+    return read_records(ROOT)
+
+
+@pytest.fixture(scope="session")
+def text() -> str:
+    """docs/reproduction.md without its line breaks."""
+    from prose_cases import words
+
+    return words("docs/reproduction.md")

@@ -33,6 +33,7 @@ LARGE_BEFORE, LARGE_AFTER, LARGE_SCALES, ONE_CLIP = (
 )
 FUSED = ("fusion", "train", "top1")
 RULES = (("mean", "top1"), FUSED, ("last", "top1"))
+SETTINGS = ("as-is", "lr1e-3-wd0.05", "lr1e-3-wd0.5", "sgd-lr0.05-wd5e-4")  # of end to end
 IN_PARTS = (("strict", 2), ("strict", 4), ("end-to-end", 4))
 ROOF = ("limit_images_per_second", "megabytes_per_image")
 

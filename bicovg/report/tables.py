@@ -89,7 +89,8 @@ def headline_table(records: Records) -> str:
 
 def fusion_gain_table(records: Records) -> str:
     """Full runs of the paper's rows: fusion beside the single best block, as the paper has them, and what it gains."""
-    header = ["recipe", "seeds", "best (test-chosen)", "paper", "fused on train", "paper", "fusion gains", "paper"]
+    header = ["recipe", "scope", "seeds", "best (test-chosen)", "paper: best", "fused on train", "paper: fused"]
+    header += ["fusion gains", "paper: gains"]
     rows = []
     for recipe, (best, fused) in MAIN.items():
         for record in of_recipe(records, recipe):
@@ -98,8 +99,8 @@ def fusion_gain_table(records: Records) -> str:
                 ours = [seed_values(record, *key) for key in keys]
                 gain = cell([None if None in pair else pair[1] - pair[0] for pair in zip(*ours, strict=True)])
                 printed = f"{mean_of(fused) - mean_of(best):.2f}" if best else "-"
-                known = [recipe, str(len(record["seeds"])), cell(ours[0]), best or "-", cell(ours[1]), fused]
-                rows.append([*known, gain, printed])
+                known = [recipe, record["scope"], str(len(record["seeds"]))]
+                rows.append([*known, cell(ours[0]), best or "-", cell(ours[1]), fused, gain, printed])
     return markdown(header, rows or [[NOT_RUN, *[""] * (len(header) - 1)]])
 
 
@@ -115,8 +116,8 @@ def top5_table(records: Records) -> str:
 
 
 def digits_table(records: Records) -> str:
-    """For the README: every block of the built-in digits' records."""
-    found = [record for record in records.values() if record["data"] == "digits"]
+    """For the README: every block of the built-in digits' strict records."""
+    found = [record for record in records.values() if record["data"] == "digits" and record["scope"] == "strict"]
     blocks = found[0]["exit_blocks"] if found else [0]
     header = ["record", *(f"block {block}" for block in blocks), "mean of blocks", "fused on train"]
     rows = []
@@ -229,9 +230,9 @@ def early_exit_table(records: Records) -> str:
             full = cell([curve["full"]["top1"] for curve in curves])
             for points in zip(*(curve["points"] for curve in curves), strict=False):
                 less, blocks = cell([1 / p["compute"] for p in points]) + "x", blocks_computed(points, record)
-                accuracy, lost = (cell([point[name] for point in points]) for name in ("top1", "points_lost"))
+                top1, lost = (cell([point[name] for point in points]) for name in ("top1", "points_lost"))
                 label, source = PREDICTS_FROM.get(rule, rule), measured[0]["calibrated_on"]
-                rows.append([record["name"], record["scope"], label, full, less, blocks, accuracy, lost, source])
+                rows.append([record["name"], record["scope"], label, full, less, blocks, top1, lost, source])
     return markdown(header, rows or [[NOT_RUN, *[""] * (len(header) - 1)]])
 
 

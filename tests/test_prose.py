@@ -5,6 +5,7 @@ import statistics
 import subprocess
 
 import pytest
+import torch
 from prose_cases import (
     AFTER,
     ALIGNED,
@@ -46,6 +47,9 @@ from prose_cases import (
 )
 
 from bicovg.diagnostics import mean_gain
+from bicovg.methods import build_network
+from bicovg.networks import count_parameters
+from bicovg.recipes import get_recipe
 from bicovg.records import Record, seed_values
 from bicovg.report.paper import ABLATION, DIAGNOSTICS, MAIN, UNSAID, mean_of
 from bicovg.report.record_charts import exit_means
@@ -93,6 +97,25 @@ def test_how_much_higher_than_the_papers_full_runs_are(records: dict[str, Record
     assert f"in every full run of BiCovG, fused by {above[0]:.0f} to {above[-1]:.0f} points" in text
     said = sorted(recipe for recipe in rows if MAIN[recipe][1].endswith(UNSAID))
     assert said == ["cifar100-bicovg", "cifar100-bicovg-fal"], "for CIFAR-100 the paper does not say by which rule"
+
+
+def test_imagenet100s_recipes_were_exercised_at_full_size(text: str) -> None:
+    (path,) = (ROOT / "benchmarks" / "results").glob("imagenet100-cpu-torch*.json")
+    found = json.loads(path.read_text())
+    rows = {row["recipe"]: row for row in found["rows"]}
+    assert rows.keys() == {recipe for recipe in MAIN if recipe.startswith("imagenet100-")}, "the five rows"
+    assert (found["training_images"], found["threads"], len(rows)) == (200, 2, 5)
+    for recipe, row in rows.items():
+        config = get_recipe(recipe)
+        with torch.device("meta"):
+            net = build_network(config.model, config.data.num_classes, config.data.image_channels)
+        assert row["parameters"] == count_parameters(net), "at full width"
+        assert (row["batch"], row["precision"], row["epochs"]) == (config.train.batch_size, "bfloat16", 3)
+        assert row["exits"] == len(net.exits) == len(row["loss_last_epoch"])
+        done = {"train", "predict"} | ({"fuse", "early_exit"} if len(net.exits) > 1 else set())
+        assert row["seconds"].keys() == done
+        assert statistics.fmean(row["loss_last_epoch"]) < statistics.fmean(row["loss_first_epoch"])
+    assert "200 images are packed, the five rows of the paper's main table train for three epochs" in text
 
 
 RUNS = {  # what the page calls each record, by the row of its table

@@ -188,3 +188,23 @@ def test_what_is_said_of_a_cpu() -> None:
         assert said in text
     assert (large["rounds"], small["rounds"]) == (5, 9)
     assert large["sides"][0]["width"] == 1
+
+
+def test_what_is_said_of_stages_on_a_cpu() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "stages-cpu-torch2.13.0.json").read_text())
+    times = sorted(one["speedup"] for one in found["speed"]["rounds"])
+    alone = sorted(one["one_process"] for one in found["speed"]["rounds"])
+    sent = found["bytes_per_step"]
+    for said in (
+        f"(cut before block {found['speed']['plan']['cuts'][0]}) over one process, one thread each, VGG-8, batch "
+        f"{found['batch']}, on two quiet CPU cores: {found['speed']['median_speedup']:.2f}x",
+        f"five rounds of {times[0]:.2f}x to {times[-1]:.2f}x (the one process itself varied by "
+        f"{100 * (alone[-1] / alone[0] - 1):.0f} %); the planner had predicted {found['speed']['plan']['predicted']:.2f}x",
+        f"| data parallel, strict | {sent['data_parallel_2'][0]:,.0f}:",
+        f"end to end | {sent['ddp']['exits_at_every_block']:,}: gradients and buffers |",
+        f"one exit, end to end | {sent['ddp']['one_exit']:,} |",
+        f"first stage | {sent['block_parallel_2']['bytes_per_image']:,.0f} for every image, and 4 |",
+    ):
+        assert said in words("docs/distributed.md")
+    assert len(times) == 5
+    assert found["width"] == 1

@@ -199,7 +199,8 @@ def test_what_is_said_of_stages_on_a_cpu() -> None:
         f"(cut before block {found['speed']['plan']['cuts'][0]}) over one process, one thread each, VGG-8, batch "
         f"{found['batch']}, on two quiet CPU cores: {found['speed']['median_speedup']:.2f}x",
         f"five rounds of {times[0]:.2f}x to {times[-1]:.2f}x (the one process itself varied by "
-        f"{100 * (alone[-1] / alone[0] - 1):.0f} %); the planner had predicted {found['speed']['plan']['predicted']:.2f}x",
+        f"{100 * (alone[-1] / alone[0] - 1):.0f} %); the planner had predicted "
+        f"{found['speed']['plan']['predicted']:.2f}x",
         f"| data parallel, strict | {sent['data_parallel_2'][0]:,.0f}:",
         f"end to end | {sent['ddp']['exits_at_every_block']:,}: gradients and buffers |",
         f"one exit, end to end | {sent['ddp']['one_exit']:,} |",

@@ -185,8 +185,8 @@ def test_what_is_said_of_a_cpu() -> None:
     strict, whole = (get_recipe(f"cifar100-{row}") for row in ("bicovg", "bp"))
     for said in (
         f"strict then trains {ratio['median']:.2f} times as many images a second as end to end (CIFAR-100, VGG-8, "
-        f"batch {large['sides'][0]['batch_size']}, five rounds between {ratio['min']:.2f} and {ratio['max']:.2f}, where "
-        f"{count_macs(whole) / count_macs(strict):.2f} is what arithmetic allows)",
+        f"batch {large['sides'][0]['batch_size']}, five rounds between {ratio['min']:.2f} and {ratio['max']:.2f}, "
+        f"where {count_macs(whole) / count_macs(strict):.2f} is what arithmetic allows)",
         f"({other['median']:.2f}, nine rounds between {other['min']:.2f} and {other['max']:.2f})",
     ):
         assert said in text

@@ -41,10 +41,9 @@ def test_kernels_equal_their_definitions_in_the_interpreter() -> None:
 
 
 def compile_for_a_gpu(cache: Path, *words: str) -> dict[str, Any]:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     env |= {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    env |= {"TRITON_DEFAULT_FP_FUSION": "1"}
-    command = [sys.executable, str(ROOT / "tests" / "compile_kernels.py"), *words]
+    command = [sys.executable, "-W", "error", str(ROOT / "tests" / "compile_kernels.py"), *words]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

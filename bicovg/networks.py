@@ -193,13 +193,13 @@ class ClassicVGG16(nn.Module):
         """As this net is usually begun; by PyTorch's default every convolution would hand on a sixth of the mean square
         that it reads, and without a norm the net would hardly learn.
         """
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.01)
-            if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif name.startswith("convs"):
+                nn.init.kaiming_normal_(parameter, mode="fan_out", nonlinearity="relu")
+            else:
+                nn.init.normal_(parameter, std=0.01)
 
     def forward(
         self, x: Float[Tensor, "b c h w"], keys: Int[Tensor, " b"] | None = None, emit: bool = True

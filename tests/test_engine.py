@@ -64,9 +64,9 @@ def recompilations() -> int:
 
 
 def compare_compiled() -> None:
-    """The tracer is what can recompile; inductor's C++ would take minutes, so its place is on the GPU, below."""
-    torch.compile = functools.partial(torch.compile, backend="aot_eager")
-    config = small_config()
+    """The tracer is what can recompile or break a unit in two; inductor's C++ would take minutes: on the GPU, below."""
+    torch.compile = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    config = small_config(**{"model.alignment": True})
     eager = run(make(EagerEngine, config), 12)
     engine = make(CompiledEngine, config)
     compiled = run(engine, 2)

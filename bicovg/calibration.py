@@ -11,6 +11,7 @@ Legend: E exits, N images, K classes.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -65,6 +66,11 @@ def fit_temperature(logits: Float[Tensor, "n k"], labels: Int[Tensor, " n"], lea
             b = low + golden * (high - low)
             at_b = loss(b)
     return math.exp((low + high) / 2)
+
+
+def is_calibrated(temperatures: Sequence[float]) -> bool:
+    """Whether any exit got a temperature; on images of training most stay at 1, the least that they may have."""
+    return any(abs(temperature - 1) > 1e-3 for temperature in temperatures)
 
 
 def calibration_error(logits: Float[Tensor, "n k"], labels: Int[Tensor, " n"]) -> float:

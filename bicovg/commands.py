@@ -10,6 +10,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from bicovg.calibration import is_calibrated
 from bicovg.checkpoint import find_checkpoint, list_checkpoints, verify_checkpoint
 from bicovg.comparing import comparison_table
 from bicovg.config import Config, TrainConfig, override
@@ -118,7 +119,15 @@ def evaluate_early_exit(trainer: Trainer) -> int:
     found = describe_early_exit(trainer)
     write_json(trainer.run / "early_exit.json", found)
     wide_console().print(early_exit_table(found))
-    print(f"temperatures fitted on {found['calibrated_on']} images; written: {trainer.run / 'early_exit.json'}")
+    used = found["rules"][found["use"]]
+    if is_calibrated(used["temperatures"]):
+        before, after = used["ece_before"][-1], used["ece_after"][-1]
+        source = f"temperatures fitted on {found['calibrated_on']} images"
+        print(f"{source}: confidences are off by {after:.1f} points in the mean, {before:.1f} without")
+    else:
+        print("not calibrated: the training images call for no temperature, so confidences may be too high; to calibrate")
+        print("them, hold images out of training (--data.holdout)")
+    print(f"written: {trainer.run / 'early_exit.json'}")
     return 0
 
 

@@ -2,8 +2,9 @@
 
 ``records/NAME/record.json`` holds the settings, and per seed the accuracies, the diagnostics, speed, memory, machine,
 commit and command; ``records/NAME/s<seed>/`` holds that run's ``config.json``, ``metrics.jsonl``, ``summary.json`` and,
-where they are there, ``env.json`` and ``early_exit.json``. Every value comes from a run's files and is compared with
-them when a record is read; what a run lacks is null. Settings and paths that belong to a machine are left out.
+where they are there, ``env.json``, ``timing.jsonl`` and ``early_exit.json``. Every value comes from a run's files and
+is compared with them when a record is read; what a run lacks is null. Settings and paths that belong to a machine are
+left out.
 """
 
 import argparse
@@ -11,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,10 @@ from bicovg.records_check import (
     check_later,
     check_record,
     check_summary,
+    check_timing,
     from_environment,
     from_summary,
+    from_timing,
     later_commands,
 )
 from bicovg.runlog import (
@@ -111,6 +113,8 @@ def write_record(runs: list[Path], out: Path, replace: bool = False, add: bool =
             folder.mkdir(parents=True)
             (folder / "config.json").write_text(to_json(portable(config)))
             shutil.copyfile(path / "metrics.jsonl", folder / "metrics.jsonl")
+            if os.path.lexists(path / "timing.jsonl"):
+                shutil.copyfile(path / "timing.jsonl", folder / "timing.jsonl")
             write_json(folder / "summary.json", portable_summary(read_summary(path)))
             if os.path.lexists(path / "env.json"):
                 write_json(folder / "env.json", portable_environment(read_environment(path)))
@@ -210,15 +214,12 @@ def describe_run(path: Path, config: Config, summary: dict[str, Any]) -> dict[st
             f"{path}/summary.json is of seed {summary.get('seed')} after {summary.get('epochs')} epochs, its config of "
             f"seed {config.seed} and {config.train.epochs} epochs: finish the run with train --resume {path}"
         )
-    measured, timing = from_summary(summary), read_timing(path)
+    measured, timing = from_summary(summary), from_timing(read_timing(path))
     check_curve(path, config.train.epochs, measured, f"resume the run with `bicovg train --resume {path}`")
-    speeds = [line["images_per_second"] for line in timing if line["images_per_second"]]
-    peaks = [line["peak_memory_bytes"] for line in timing if line["peak_memory_bytes"]]
     return {
         "seed": config.seed,
         **measured,
-        "images_per_second": statistics.median(speeds) if speeds else None,
-        "peak_memory_bytes": max(peaks, default=None),
+        **timing,
         **from_environment(portable_environment(read_environment(path))),
         "command": reproduce(config),
         "afterwards": later_commands(measured["fusion"], os.path.lexists(path / "early_exit.json")),
@@ -302,6 +303,7 @@ def check_copies(folder: Path, record: Record, entry: dict[str, Any]) -> None:
     check_curve(folder, record["epochs"], entry, ANEW)
     check_summary(folder / "summary.json", record, entry)
     check_environment(folder, entry)
+    check_timing(folder, entry)
     check_later(folder, entry)
 
 

@@ -5,6 +5,7 @@ Fields present, accuracies possible, every derived number equal to its definitio
 
 import math
 import os
+import statistics
 from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from bicovg.run_schema import (
     whole,
 )
 from bicovg.run_schema import summary as summary_schema
-from bicovg.runlog import read_environment, read_json, read_metrics
+from bicovg.runlog import read_environment, read_json, read_metrics, read_timing
 
 RECORD_FIELDS = {
     "name", "recipe", "about", "scope", "group_size", "alignment", "data", "holdout", "epochs", "recipe_epochs",
@@ -187,6 +188,23 @@ def check_environment(folder: Path, entry: dict[str, Any]) -> None:
     path = folder / "env.json"
     if os.path.lexists(path):
         found = from_environment(read_environment(folder))
+        compare(path, found, entry, found)
+
+
+def from_timing(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Speed and memory of a seed, from the epochs that measured them."""
+    speeds, peaks = (
+        [line[name] for line in lines if line[name]] for name in ("images_per_second", "peak_memory_bytes")
+    )
+    speed = statistics.median(speeds) if speeds else None
+    return {"images_per_second": speed, "peak_memory_bytes": max(peaks, default=None)}
+
+
+def check_timing(folder: Path, entry: dict[str, Any]) -> None:
+    """The record's speed and memory are those of the run's epochs; older records have no such file."""
+    path = folder / "timing.jsonl"
+    if os.path.lexists(path):
+        found = from_timing(read_timing(folder))
         compare(path, found, entry, found)
 
 

@@ -245,6 +245,7 @@ def early_exit(value: Any, place: str) -> None:
     point = {"top1": PERCENT, "compute": number(1e-9, 1, "a share above 0, at most 1")}
     picked = {**point, "speedup": POSITIVE, "points_lost": number(-100, 100)}
     shares = {"exits": weights(count)}  # of the images, by the exit they left at
+    errors = listed(PERCENT, count)
     rule = fields(
         {
             "temperatures": listed(POSITIVE, count),
@@ -252,7 +253,7 @@ def early_exit(value: Any, place: str) -> None:
             "points": listed(fields(picked, shares)),
             "curve": listed(fields(point, shares)),
         },
-        {"weights": listed(listed(number(), count), count)},
+        {"weights": listed(listed(number(), count), count), "ece_before": errors, "ece_after": errors},
     )
     fields({"rules": named(rule)}, {"images": whole(1), "macs": listed(whole(), count), "use": text})(value, place)
     need(value.get("use", "") in {"", *value["rules"]}, "use", value.get("use"), "one of its rules")

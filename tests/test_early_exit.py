@@ -230,6 +230,14 @@ def calibrated_run(finished_run: Path, tmp_path_factory: pytest.TempPathFactory)
     return run
 
 
+def test_the_command_says_what_calibration_brings(calibrated_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(calibrated_run), "--early-exit", "--device", "cpu"]) == 0
+    rule = json.loads((calibrated_run / "early_exit.json").read_text())["rules"]["fused"]
+    after, before = rule["ece_after"][-1], rule["ece_before"][-1]
+    said = f"temperatures fitted on held-out images: confidences are off by {after:.1f} points in the mean, {before:.1f} "
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_command_writes_what_a_record_needs(calibrated_run: Path) -> None:
     found = json.loads((calibrated_run / "early_exit.json").read_text())
     summary = json.loads((calibrated_run / "summary.json").read_text())
@@ -241,7 +249,9 @@ def test_the_command_writes_what_a_record_needs(calibrated_run: Path) -> None:
     assert len(found["macs"]) == len(summary["exit_blocks"])
 
 
-def test_a_run_that_held_nothing_out_says_what_it_was_calibrated_on(tmp_path: Path) -> None:
+def test_a_run_that_held_nothing_out_says_that_it_is_not_calibrated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["train", "digits", "--model.channels", "8,8", "--model.pools", "0", "--model.scales", "[[1,2],[1,2]]"]
     words += ["--model.groups", "1,1", "--train.epochs", "1", "--out", str(tmp_path / "run")]
     assert main(words) == 0
@@ -250,6 +260,7 @@ def test_a_run_that_held_nothing_out_says_what_it_was_calibrated_on(tmp_path: Pa
     assert found["calibrated_on"] == "augmented training"
     assert "fused" not in found["rules"]
     assert min(found["rules"]["mean"]["temperatures"]) >= 1.0
+    assert "not calibrated: " in capsys.readouterr().out
 
 
 @pytest.fixture

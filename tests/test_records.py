@@ -275,14 +275,20 @@ def test_a_record_is_compared_with_the_summary_beside_it(
     assert read_record(tmp_path / "record")["seeds"] == [0]  # as one made before summaries were copied
 
 
-@pytest.mark.parametrize("field", ["commit", "gpu", "torch", "typed"])
-def test_a_record_is_compared_with_the_env_beside_it(field: str, make_run: Maker, tmp_path: Path) -> None:
+BESIDE = [("env.json", field, "another") for field in ("commit", "gpu", "torch", "typed")]
+BESIDE += [("timing.jsonl", field, 7) for field in ("images_per_second", "peak_memory_bytes")]
+
+
+@pytest.mark.parametrize(("name", "field", "value"), BESIDE)
+def test_a_record_is_compared_with_env_and_timing_beside_it(
+    name: str, field: str, value: Any, make_run: Maker, tmp_path: Path
+) -> None:
     write_record([make_run()], tmp_path / "record")
-    edit(tmp_path / "record" / "record.json", lambda tree: tree["runs"][0].update({field: "another"}))
-    with pytest.raises(UserError, match=rf"s0/env\.json has another {field} than"):
+    edit(tmp_path / "record" / "record.json", lambda tree: tree["runs"][0].update({field: value}))
+    with pytest.raises(UserError, match=rf"s0/{name} has another {field} than"):
         read_record(tmp_path / "record")
-    (tmp_path / "record" / "s0" / "env.json").unlink()
-    assert read_record(tmp_path / "record")["runs"][0][field] == "another"
+    (tmp_path / "record" / "s0" / name).unlink()
+    assert read_record(tmp_path / "record")["runs"][0][field] == value
 
 
 def test_summary_and_env_are_copied_without_folders_of_the_machine(make_run: Maker, tmp_path: Path) -> None:

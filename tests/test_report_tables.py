@@ -185,20 +185,22 @@ def test_the_early_exit_table_is_that_of_the_curve_beside_the_record(tmp_path: P
     run = make_run(tmp_path / "run", "cifar100-bicovg", epochs=400)
     points: list[dict[str, Any]] = [{"speedup": 1.5, "compute": 0.625, "top1": 70.25, "points_lost": 0.75}]
     rule = {"temperatures": [1.0] * 8, "points": points, "full": {"top1": 71.0}, "curve": []}
+    rule |= {"ece_before": [1.0] * 7 + [12.5], "ece_after": [1.0] * 7 + [12.5]}
     found = {"calibrated_on": "held-out", "measured_on": "test", "exit_blocks": list(range(8)), "rules": {"mean": rule}}
     (run / "early_exit.json").write_text(json.dumps(found))
     make_record(tmp_path / "records" / "mine", run)
     table = TABLES["early-exit"](read_records(tmp_path))
-    assert "| mine | strict | mean of blocks so far | 71.00 | 1.60x | - | 70.25 | 0.75 | held-out |" in table
+    assert "| mine | strict | mean of blocks so far | 71.00 | 1.60x | - | 70.25 | 0.75 | not calibrated | 12.5 -> 12.5 |" in table
     assert len(record_charts("early-exit", read_records(tmp_path))) == 1
     records = read_records(tmp_path)
     records["mine"]["epochs"] = 100  # a short run's is no claim
     assert "not run" in TABLES["early-exit"](records)
     assert record_charts("early-exit", records) == []
     points[0]["exits"] = [0.5, 0, 0, 0.25, 0, 0, 0, 0.25]
+    rule |= {"temperatures": [1.0] * 7 + [1.5], "ece_after": [1.0] * 7 + [1.6]}
     (run / "early_exit.json").write_text(json.dumps(found))
     write_record([run], tmp_path / "records" / "mine", replace=True)
-    assert "| 1.60x | 3.50 of 8 | 70.25 |" in TABLES["early-exit"](read_records(tmp_path))
+    assert "| 1.60x | 3.50 of 8 | 70.25 | 0.75 | held-out | 12.5 -> 1.6 |" in TABLES["early-exit"](read_records(tmp_path))
     points[0]["exits"] = [0.5] * 8
     (run / "early_exit.json").write_text(json.dumps(found))
     with pytest.raises(UserError, match="add up to 1"):

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from bicovg.calibration import is_calibrated
 from bicovg.diagnostics import effective_layers
 from bicovg.report.charts import WIDE, WIDTH, Chart, Rule, Series, bar_chart, grid_chart, line_chart
 from bicovg.report.collect import RunData
@@ -142,10 +143,9 @@ def early_exit_curves(runs: Sequence[RunData]) -> Chart | None:
     if not chosen:
         return None
     source = next(run.early_exit for run in runs if run.early_exit)
-    note = (
-        f"Stops at the first block confident enough; temperatures fitted on {source['calibrated_on']} images, measured "
-        f"on {source['measured_on']} images."
-    )
+    fitted = any(is_calibrated(curve["temperatures"]) for _, curve in chosen)
+    confidences = f"temperatures fitted on {source['calibrated_on']} images" if fitted else "confidences not calibrated"
+    note = f"Stops at the first block confident enough; {confidences}, measured on {source['measured_on']} images."
     name = "early-exit" if len(runs) > 1 else f"early-exit-{slug(runs[0].label)}"
     return compute_curves(name, "Early exit", [(label, curve["curve"]) for label, curve in chosen], note)
 

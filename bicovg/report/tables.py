@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bicovg.bench_report import FOLDER
+from bicovg.calibration import is_calibrated
 from bicovg.diagnostics import mean_gain
 from bicovg.recipes import get_recipe
 from bicovg.records import Record, load_records, seed_values
@@ -221,18 +222,21 @@ def diagnostic_cells(a: Record, b: Record) -> list[str]:
 def early_exit_table(records: Records) -> str:
     """Accuracy at less compute, from records of full runs that measured it."""
     header = ["record", "scope", "predicts from", "whole network", "less compute", "blocks computed, mean", "top-1"]
-    header += ["points lost", "calibrated on"]
+    header += ["points lost", "calibrated on", "confidence error, before -> after"]
     rows = []
     for record in records.values():
         measured = [entry["early_exit"] for entry in record["runs"] if entry.get("early_exit")]
         for rule in measured[0]["rules"] if measured and is_full(record) and not is_candidate(record) else ():
             curves = [found["rules"][rule] for found in measured if rule in found["rules"]]
             full = cell([curve["full"]["top1"] for curve in curves])
+            source = measured[0]["calibrated_on"] if any(is_calibrated(curve["temperatures"]) for curve in curves) else "not calibrated"
+            errors = (cell([curve.get(key, [None])[-1] for curve in curves], 1) for key in ("ece_before", "ece_after"))
+            confidence = " -> ".join(errors)
             for points in zip(*(curve["points"] for curve in curves), strict=False):
                 less, blocks = cell([1 / p["compute"] for p in points]) + "x", blocks_computed(points, record)
                 top1, lost = (cell([point[name] for point in points]) for name in ("top1", "points_lost"))
-                label, source = PREDICTS_FROM.get(rule, rule), measured[0]["calibrated_on"]
-                rows.append([record["name"], record["scope"], label, full, less, blocks, top1, lost, source])
+                known = [record["name"], record["scope"], PREDICTS_FROM.get(rule, rule), full]
+                rows.append([*known, less, blocks, top1, lost, source, confidence])
     return markdown(header, rows or [[NOT_RUN, *[""] * (len(header) - 1)]])
 
 

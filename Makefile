@@ -6,9 +6,9 @@ export OMP_NUM_THREADS ?= 2
 
 # Two pytest processes, as most tests keep one core busy: these, whose words come when they are done, beside all others.
 FIRST := tests/faults tests/test_kernels.py tests/test_stages.py tests/test_micro_batches.py
-GPU := kernel_cases block_cases unit_cases update_cases test_engine test_replayed test_micro_batches test_draws faults/test_gpu
+GPU := kernel_cases block_cases unit_cases update_cases test_engine test_replayed test_micro_batches test_draws
 
-.PHONY: demo test lint types unit unit-first unit-others test-browser docs faults bench-cpu gpu gpu-files gpu-timed kernels clean
+.PHONY: demo test lint types unit unit-first unit-others test-browser docs faults bench-cpu gpu gpu-files gpu-parts gpu-timed kernels clean
 
 demo: $(VENV)/.installed
 	$(BIN)/bicovg train digits
@@ -57,20 +57,27 @@ bench-cpu: $(VENV)/.dev
 	$(BIN)/python benchmarks/step_cpu.py
 
 # On a CUDA machine: the tests that need one; `make -j5 gpu` runs as many files at once, and what is timed alone after them.
-# `make test` runs their other cases in Triton's interpreter or on the CPU. Of test_stages.py one test: the others fork,
-# which a process that has used a GPU cannot.
+# `make test` runs their other cases in Triton's interpreter or on the CPU. Of some files those tests alone: others there
+# fork, which a process that has used a GPU cannot.
 GPU_FILES := $(addprefix gpu-,$(GPU))
+GPU_PARTS := test_loader.py::test_streamed_and_resident_batches_agree_on_the_gpu \
+	test_loader.py::test_a_captured_graph_gives_the_batches_of_the_loader \
+	test_bench.py::test_peak_memory_of_a_replayed_graph_covers_what_it_works_in
+GPU_TIMED := test_stages.py::test_a_gpus_own_times_are_shorter_than_those_with_launches faults/test_gpu.py
 gpu:
 	@$(MAKE) --no-print-directory -k gpu-files; code=$$?; $(MAKE) --no-print-directory gpu-timed && exit $$code
 
-gpu-files: $(GPU_FILES)
+gpu-files: $(GPU_FILES) gpu-parts
 
 $(GPU_FILES): gpu-%:
 	@mkdir -p build/$(dir $*)
 	@$(PYTHON) -m pytest -q -rs --durations=5 tests/$*.py >build/$*.log 2>&1; code=$$?; cat build/$*.log; exit $$code
 
+gpu-parts:
+	@$(PYTHON) -m pytest -q -rs $(addprefix tests/,$(GPU_PARTS))
+
 gpu-timed:
-	$(PYTHON) -m pytest -q -rs tests/test_stages.py::test_a_gpus_own_times_are_shorter_than_those_with_launches
+	$(PYTHON) -m pytest -q -rs $(addprefix tests/,$(GPU_TIMED))
 
 # On a CUDA machine: every kernel at every recipe's shapes, bf16 and float32.
 kernels:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bicovg.bench_stages import ask_processes, predict
 from bicovg.config import Config, override
 from bicovg.networks import vgg8

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bicovg import LocalNetwork, local_network, local_step, vgg8
 from bicovg.profiling import peak_memory, track_saved_bytes
 from bicovg.runlog import describe_environment

@@ -4,6 +4,7 @@ It holds everything: gather by index, augmentation draws, all units, clipping, o
 only copies the next indices and a few numbers into static buffers.
 """
 
+import gc
 from collections.abc import Iterator
 
 import torch
@@ -106,6 +107,7 @@ class GraphEngine(EagerEngine):
             torch.cuda.current_stream().wait_stream(side)
             torch._C._cuda_clearCublasWorkspaces()  # those of the warm-up; the graph gets its own, in its own memory
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            gc.collect()  # another engine that goes in the middle of a capture would free memory there
             try:
                 with torch.cuda.graph(graph):
                     self.losses = self._body()

@@ -125,8 +125,8 @@ def evaluate_early_exit(trainer: Trainer) -> int:
         source = f"temperatures fitted on {found['calibrated_on']} images"
         print(f"{source}: confidences are off by {after:.1f} points in the mean, {before:.1f} without")
     else:
-        print("not calibrated: the training images call for no temperature, so confidences may be too high; to calibrate")
-        print("them, hold images out of training (--data.holdout)")
+        print("not calibrated: the training images call for no temperature, so confidences may be too high;")
+        print("to calibrate them, hold images out of training (--data.holdout)")
     print(f"written: {trainer.run / 'early_exit.json'}")
     return 0
 

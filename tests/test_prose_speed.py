@@ -129,8 +129,9 @@ def test_what_is_said_of_speed_and_memory_against_backprop() -> None:
     assert len(searched) == 4
     assert "searched for four configurations" in words("docs/results.md")
     said = (
-        f"Its step is 1.3 to 1.4 times as fast as that of backprop with one loss, and takes {memory[0]}, {memory[1]} and {memory[2]} of "
-        "its memory at 32, 64 and 224 px. A whole run gains less where it is short: compiling and evaluations count, too "
+        "Its step is 1.3 to 1.4 times as fast as that of backprop with one loss, and takes "
+        f"{memory[0]}, {memory[1]} and {memory[2]} of its memory at 32, 64 and 224 px. "
+        "A whole run gains less where it is short: compiling and evaluations count, too "
         "([wall times](docs/results.md#wall-time-of-full-runs)). At 224 px backprop in four micro-batches takes less "
         f"({peak_bytes(parts) / 1e9:.2f} GB, strict in one piece {peak_bytes(rows['strict']) / 1e9:.2f}) at two thirds "
         f"of strict's speed; strict in four takes {peak_bytes(quarters) / 1e9:.2f} GB"

@@ -67,6 +67,21 @@ def test_make_commands_exist() -> None:
     assert {"demo", "test"} <= named <= targets
 
 
+def test_make_gpu_runs_every_test_that_needs_a_gpu() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    files = re.search(r"^GPU := (.*)", makefile, re.MULTILINE)
+    assert files is not None
+    whole, found = set(files[1].split()), 0
+    needs = r"^(?:@NEEDS_GPU|@needs_gpu|@pytest\.mark\.skipif\(not torch\.cuda.*)\n(?:@.*\n|[ )].*\n)*def (\w+)"
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        name = str(path.relative_to(ROOT / "tests").with_suffix(""))
+        for test in re.findall(needs, path.read_text(), re.MULTILINE):
+            found += 1
+            alone = f"{name}.py::{test}" in makefile or re.search(rf" {name}\.py$", makefile, re.MULTILINE)
+            assert name in whole or alone, f"{name}::{test}"
+    assert found >= 9
+
+
 def test_recipe_table_agrees_with_the_recipes() -> None:
     rows = table_rows()
     shown = {

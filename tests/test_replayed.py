@@ -188,6 +188,8 @@ def compare_failed_capture() -> None:
     as_in_training()
     config = override(get_recipe("digits"), {"train.device": "cuda", "train.precision": "bfloat16", "train.epochs": 8})
     judge, waits = EagerEngine.judge, []
+    alone = train_and_judge(config, ())[1]  # first: torch 2.11 does not clean up after a capture that failed
+    gc.collect()
 
     def waiting(engine: EagerEngine, images: Tensor) -> Tensor:
         logits = judge(engine, images)
@@ -200,9 +202,7 @@ def compare_failed_capture() -> None:
     assert engine.replayed is not None
     assert engine.replayed.failed
     assert not engine.replayed.captures
-    del engine
-    gc.collect()
-    assert torch.equal(evaluated, train_and_judge(config, ())[1])
+    assert torch.equal(evaluated, alone)
 
 
 @NEEDS_GPU

@@ -229,7 +229,8 @@ def early_exit_table(records: Records) -> str:
         for rule in measured[0]["rules"] if measured and is_full(record) and not is_candidate(record) else ():
             curves = [found["rules"][rule] for found in measured if rule in found["rules"]]
             full = cell([curve["full"]["top1"] for curve in curves])
-            source = measured[0]["calibrated_on"] if any(is_calibrated(curve["temperatures"]) for curve in curves) else "not calibrated"
+            fitted = any(is_calibrated(curve["temperatures"]) for curve in curves)
+            source = measured[0]["calibrated_on"] if fitted else "not calibrated"
             errors = (cell([curve.get(key, [None])[-1] for curve in curves], 1) for key in ("ece_before", "ece_after"))
             confidence = " -> ".join(errors)
             for points in zip(*(curve["points"] for curve in curves), strict=False):

@@ -214,7 +214,8 @@ CONFIG = fields(
 def data(classes: int, channels: int) -> Check:
     """data.json: the names of the classes, and how pixels are normalised."""
     return fields(
-        {"classes": listed(text, classes), "mean": listed(number(), channels), "std": listed(POSITIVE, channels)}
+        {"classes": listed(text, classes), "mean": listed(number(), channels), "std": listed(POSITIVE, channels)},
+        {"fingerprint": text},
     )
 
 

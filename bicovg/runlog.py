@@ -144,6 +144,23 @@ def read_data(run: Path, config: Config) -> tuple[list[str], list[float], list[f
     return data["classes"], [float(x) for x in data["mean"]], [float(x) for x in data["std"]]
 
 
+def check_same_data(run: Path, config: Config, classes: list[str], fingerprint: str) -> None:
+    """Refuse another data set than the run noted: under its name there may be another by now.
+
+    A data.json that is not there or damaged says nothing, and one of an older run names the classes alone.
+    """
+    try:
+        known, _, _ = read_data(run, config)
+    except UserError:
+        return
+    noted = read_json(run / "data.json", "").get("fingerprint", fingerprint)
+    if (known, noted) != (classes, fingerprint):
+        raise UserError(
+            f"{config.data.name} holds other images or classes than those of {run}: it was packed anew since; pack the "
+            "run's own again, in another folder if need be (--data.root of train, else --data-root), or train a new run"
+        )
+
+
 def read_early_exit(run: Path, exits: int | None = None) -> dict[str, Any] | None:
     """What ``bicovg eval --early-exit`` has measured, None where it has not; ``exits`` is their number, where known."""
     path, repair = run / "early_exit.json", f"make it anew with `bicovg eval {run} --early-exit`"

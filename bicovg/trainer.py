@@ -26,7 +26,7 @@ from bicovg.networks import LocalNetwork
 from bicovg.optim import make_optimizers
 from bicovg.preparation import build_on, check_config, check_fit, pick_device, set_up_process
 from bicovg.profiling import peak_memory, reset_peak_memory
-from bicovg.runlog import RunLog, describe_environment, drop_results, new_run_folder, write_json
+from bicovg.runlog import RunLog, check_same_data, describe_environment, drop_results, new_run_folder, write_json
 from bicovg.saving import Saver
 from bicovg.state import Progress, Snapshot, load_state, read_progress, read_weights
 from bicovg.stopping import RunLock, Stopper, StopRequested
@@ -87,6 +87,7 @@ class Trainer:
     def _resume(cls, run: Path, config: Config, device: torch.device, lock: RunLock | None, team: Team) -> "Trainer":
         net, splits = build_on(config, device), load_splits(config.data)
         check_fit(config, splits, net, team)
+        check_same_data(run, config, splits.classes, splits.fingerprint)
         trainer = cls(config, run, net, splits, device, lock=lock, team=team)
         trainer._make_ready()
         if not team.leads:
@@ -116,7 +117,9 @@ class Trainer:
         if path is None or weights is None:
             raise UserError(none_usable(run, skipped))
         net.load_state_dict(weights[0])
-        trainer = cls(config, run, net, load_splits(config.data), device, weights[1], team=team)
+        splits = load_splits(config.data)
+        check_same_data(run, config, splits.classes, splits.fingerprint)
+        trainer = cls(config, run, net, splits, device, weights[1], team=team)
         trainer._make_ready()
         return trainer
 
@@ -155,7 +158,8 @@ class Trainer:
         self.log.restore(metrics, self.progress.epoch, self.progress.step)
         grid = {"processes": self.team.data, "stages": self.team.stages}
         write_json(self.run / "env.json", describe_environment(self.device.type, torch.get_num_threads()) | grid)
-        data = {"classes": self.splits.classes, "mean": self.splits.mean, "std": self.splits.std}
+        splits = self.splits
+        data = {"classes": splits.classes, "mean": splits.mean, "std": splits.std, "fingerprint": splits.fingerprint}
         write_json(self.run / "data.json", data)
         if self.progress.epoch < self.config.train.epochs:
             drop_results(self.run)

@@ -1,5 +1,6 @@
 """``bicovg data pack | verify | list`` as a user meets them, and what ``bicovg train`` says without its data."""
 
+import json
 import os
 import pty
 import re
@@ -73,6 +74,59 @@ def test_the_command_printed_after_packing_ones_own_images_trains_on_them(
         small += " --data.image_size 16 --data.augment.resized_crop 16 --data.resize 20"
     code, _, error = run(capsys, f"{line} {small} --out run")
     assert code == 0, error
+
+
+def test_images_that_are_not_square_get_a_command_that_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    for side, recipe in ((20, "digits"), (40, "cifar100")):
+        for number, name in enumerate(("cat", "dog")):
+            folder = Path(f"photos{side}") / name
+            folder.mkdir(parents=True)
+            for i in range(10):
+                (folder / f"{i}.png").write_bytes(encode(picture(100 * number + i, side, 2 * side)))
+        _, out, _ = run(capsys, f"data pack pets{side} --from photos{side}")
+        line = out.splitlines()[-1].removeprefix("train on it: bicovg ")
+        assert line.startswith(f"train {recipe}")
+        small = "--train.epochs 1 --model.channels 8 --model.pools [] --model.scales [[1,2]] --model.groups 1"
+        code, _, error = run(capsys, f"{line} {small} --model.stem 4 --train.device cpu --out run{side}")
+        assert code == 0, error
+
+
+def test_one_class_alone_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    write_classes(Path("photos"), ["cat"], 4)
+    code, _, error = run(capsys, "data pack pets --from photos")
+    assert (code, error) == (
+        2,
+        "bicovg: photos has 1 classes ('cat'): give a folder with two or more of them\n",
+    )
+
+
+def test_a_data_set_packed_anew_is_not_taken_for_the_one_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    for names, first in ((("cat", "dog"), 0), (("cat", "dog"), 5000), (("cat", "cow"), 0)):
+        write_classes(Path(f"photos{first}{names[1]}"), list(names), 10, first=first)
+    pack = "data pack pets --size 16 --force --from"
+    _, out, _ = run(capsys, f"{pack} photos0dog")
+    line = out.splitlines()[-1].removeprefix("train on it: bicovg ")
+    small = "--train.epochs 2 --model.channels 8 --model.pools [] --model.scales [[1,2]] --model.groups 1"
+    assert run(capsys, f"{line} {small} --train.device cpu --out run")[0] == 0
+    noted = Path("run/data.json").read_text()
+    said = "pets holds other images or classes than those of run: it was packed anew since"
+    for photos in ("photos5000dog", "photos0cow"):
+        run(capsys, f"{pack} {photos}")
+        for words in ("eval run", "fuse run", "eval run --early-exit", "train --resume run"):
+            code, _, error = run(capsys, words)
+            assert code == 2, words
+            assert said in error, words
+        assert Path("run/data.json").read_text() == noted
+    old = json.loads(noted)
+    del old["fingerprint"]  # as older runs noted it: their classes are compared
+    Path("run/data.json").write_text(json.dumps(old))
+    assert said in run(capsys, "eval run")[2]
+    run(capsys, f"{pack} photos0dog --root elsewhere")  # the same images, packed again in another place
+    Path("run/data.json").write_text(noted)
+    assert run(capsys, "eval run --data-root elsewhere")[0] == 0
+    Path("run/data.json").write_text("damaged")
+    assert run(capsys, "train --resume run --data.root elsewhere")[0] == 0
+    assert Path("run/data.json").read_text() == noted
 
 
 def test_verify_and_list_report_damage(capsys: pytest.CaptureFixture[str]) -> None:

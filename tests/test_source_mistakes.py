@@ -1,6 +1,7 @@
 """What a reader says when a data set is incomplete, damaged or not what it seems: one sentence, never a smaller set."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -127,6 +128,15 @@ def _lone_image(path: Path) -> None:
     (path / "b" / "001.png").unlink()
 
 
+def _linked_folder(path: Path) -> None:
+    (write_classes(path, ["a", "b"], 3) / "b" / "more").symlink_to(path / "a", target_is_directory=True)
+
+
+def _train_twice(path: Path) -> None:
+    for split in ("train", "Train", "test"):
+        write_classes(path / split, ["a", "b"], 2)
+
+
 MISTAKES: dict[Callable[[Path], None], str] = {
     _no_such_path: "does not exist: give",
     _empty_folder: "holds nothing that can be read: give",
@@ -150,7 +160,9 @@ MISTAKES: dict[Callable[[Path], None], str] = {
     _class_missing_in_train: "class 'b' of the test split has no folder",
     _class_missing_in_test: "class 'b' has no image in",
     _empty_class: "class 'c' has no image in",
-    _lone_image: "class 1 has 1 images, too few to hold out",
+    _lone_image: "class 'b' has one image, and one of every class is held out for testing: add another",
+    _linked_folder: "data/b/more is a link to a folder: put the folder itself there",
+    _train_twice: "has both Train and train: keep one",
 }
 
 
@@ -160,6 +172,17 @@ def test_a_mistake_is_named_in_one_sentence(tmp_path: Path, mistake: Callable[[P
     with pytest.raises(UserError, match=MISTAKES[mistake]) as caught:
         open_source(tmp_path / "data")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(os.name == "nt" or sys.platform == "darwin", reason="names are text there")
+def test_a_class_whose_name_is_no_text_is_refused(tmp_path: Path) -> None:
+    odd = os.path.join(os.fsencode(write_classes(tmp_path / "data", ["a", "b"], 3)), b"c\xff")
+    os.mkdir(odd)
+    with pytest.raises(
+        UserError, match=r"the name of the folder 'c\\udcff' in .*data is not UTF-8: rename it"
+    ) as caught:
+        open_source(tmp_path / "data")
+    str(caught.value).encode()
 
 
 def test_wrong_options_are_named(tmp_path: Path) -> None:

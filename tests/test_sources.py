@@ -117,6 +117,41 @@ def test_image_tree_has_its_own_splits_and_ignores_unlabelled_test_images(tmp_pa
     assert dict(open_source(tmp_path / "ilsvrc").counts) == {"train": 4, "test": 4}
 
 
+@pytest.mark.parametrize("names", [("Train", "Test"), ("TRAINING", "testing"), ("train", "Valid")])
+def test_splits_in_other_spellings_are_splits(names: tuple[str, str], tmp_path: Path) -> None:
+    for count, name in zip((3, 2), names, strict=True):
+        write_classes(tmp_path / name, ["cat", "dog"], count)
+    source = open_source(tmp_path)
+    assert (source.format, source.classes, dict(source.counts)) == (
+        "image-tree",
+        ("cat", "dog"),
+        {"train": 6, "test": 4},
+    )
+    assert next(iter(source.samples("test"))).name == f"{names[1]}/cat/000.png"
+
+
+def test_a_class_may_be_called_test_where_it_holds_images(tmp_path: Path) -> None:
+    write_classes(tmp_path, ["Test", "Training"], 3)
+    assert open_source(tmp_path).classes == ("Test", "Training")
+
+
+def test_what_lies_in_one_folder_more_is_found(tmp_path: Path) -> None:
+    """As archives unpack, and as clones of a model hub keep their shards, beside a page."""
+    for name in ("train", "test"):
+        write_classes(tmp_path / "tree" / "mydata" / name, ["cat", "dog"], 2)
+    write_classes(tmp_path / "own" / "a" / "b", ["cat", "dog"], 2)
+    write_parquet(tmp_path / "hub" / "data", labelled(6, 3, 8), labelled(3, 3, 8), 3)
+    (tmp_path / "hub" / "README.md").write_text("about\n")
+    write_classes(tmp_path / "lone", ["cat"], 3)
+    found = {name: detect_format(tmp_path / name) for name in ("tree", "own", "hub", "lone")}
+    assert found == {
+        "tree": ("image-tree", tmp_path / "tree" / "mydata"),
+        "own": ("class-folders", tmp_path / "own" / "a" / "b"),
+        "hub": ("parquet", tmp_path / "hub" / "data"),
+        "lone": ("class-folders", tmp_path / "lone"),
+    }
+
+
 def test_a_class_list_chooses_folders_and_their_order(tmp_path: Path) -> None:
     for split in ("train", "val"):
         write_classes(tmp_path / "tree" / split, ["n1", "n2", "n3", "n4"], 2)
@@ -131,6 +166,12 @@ def test_a_class_list_chooses_folders_and_their_order(tmp_path: Path) -> None:
         ("n1", 1),
     ]
     assert source.options["classes"] == ["n3", "n1"]
+
+
+def test_a_class_list_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "list.txt"
+    path.write_text("b\na\n", encoding="utf-8-sig")
+    assert list(read_class_list(path)) == ["b", "a"]
 
 
 def test_a_class_list_names_folders_with_spaces(tmp_path: Path) -> None:

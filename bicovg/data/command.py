@@ -134,7 +134,11 @@ def _open_source(args: argparse.Namespace) -> "Source":
         format, path = detect_format(path)
     if args.name == "imagenet100" and classes is None and format in ("image-tree", "class-folders"):
         classes = IMAGENET100
-    return open_source(path, format, classes, args.test_share)
+    source = open_source(path, format, classes, args.test_share)
+    if len(source.classes) < 2:
+        found = ", ".join(map(repr, source.classes)) or "none"
+        raise UserError(f"{path} has {len(source.classes)} classes ({found}): give a folder with two or more of them")
+    return source
 
 
 def _choose_fit(args: argparse.Namespace) -> tuple[int | None, int | None]:
@@ -184,6 +188,7 @@ def train_command(store: "PackedStore", root: str | None = None) -> str:
     from bicovg.recipes import get_recipe
 
     side = min(store.size) if store.size else None
+    oblong = store.size is not None and store.size[0] != store.size[1]
     recipe = "imagenet100-bicovg" if side is None else "tiny-imagenet-bicovg" if side >= 48 else "cifar100-bicovg"
     recipe = "digits" if side is not None and side < 32 else recipe
     usual = get_recipe(recipe)
@@ -191,6 +196,9 @@ def train_command(store: "PackedStore", root: str | None = None) -> str:
         "data.image_size": (side or usual.data.image_size, usual.data.image_size),
         "data.image_channels": (3, usual.data.image_channels),
         "data.num_classes": (len(store.classes), usual.data.num_classes),
+        "data.augment.crop_pad": (0 if oblong else usual.data.augment.crop_pad, usual.data.augment.crop_pad),
+        "data.augment.resized_crop": (side, usual.data.augment.resized_crop if oblong else side),
+        "data.resize": (side, usual.data.resize if oblong else side),
         "train.batch_size": (min(usual.train.batch_size, store.counts["train"]), usual.train.batch_size),
     }
     flags = [f"--{path} {value}" for path, (value, default) in wanted.items() if value != default]

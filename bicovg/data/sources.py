@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bicovg.data.sources_cifar import read_cifar, refuse_pickle
 from bicovg.data.sources_folders import (
-    SPLIT_FOLDERS,
+    find_splits,
     list_folders,
     read_class_folders,
     read_image_tree,
@@ -47,12 +47,21 @@ def _detect_in_folder(path: Path) -> str:
         raise refuse_pickle(path)
     if (path / "wnids.txt").is_file() and (path / "val" / "val_annotations.txt").is_file():
         return "tiny-imagenet"
-    folders = list_folders(path)
-    if any(name in folders for name in SPLIT_FOLDERS):
+    if find_splits(path):
         return "image-tree"
-    if folders:
+    if list_folders(path):
         return "class-folders"
     raise UserError(f"{path} holds nothing that can be read: give {_EXPECTED}")
+
+
+def _descend(path: Path) -> Path:
+    """Into the only folder where it holds folders or shards itself, as the classes of no data set do alone."""
+    while not find_splits(path):
+        folders = [path / name for name in list_folders(path)]
+        if len(folders) != 1 or not (list_folders(folders[0]) or any(folders[0].glob("*.parquet"))):
+            break
+        path = folders[0]
+    return path
 
 
 def detect_format(path: Path) -> tuple[str, Path]:
@@ -60,7 +69,7 @@ def detect_format(path: Path) -> tuple[str, Path]:
     with _name_unreadable(path):
         if path.is_dir():
             inner = [path / name for name in _INNER if (path / name).is_dir()]
-            path = inner[0] if len(inner) == 1 else path
+            path = inner[0] if len(inner) == 1 else _descend(path)
             return _detect_in_folder(path), path
         return _detect_file(path), path
 

@@ -15,6 +15,7 @@ from bicovg.errors import UserError
 
 _JUNK = {"Thumbs.db", "desktop.ini"}  # left in image folders by desktop systems
 SPLIT_FOLDERS = ("train", "test", "val", "valid", "validation")
+SPELLINGS = {**{name: name for name in SPLIT_FOLDERS}, "training": "train", "testing": "test"}
 
 Listing = list[tuple[str, int]]  # (path relative to the source's root, label)
 
@@ -24,15 +25,32 @@ def list_folders(folder: Path) -> list[str]:
     return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
 
 
+def find_splits(root: Path) -> dict[str, Path]:
+    """Folders of splits by their usual names; other spellings (Train, TESTING) count where they hold folders."""
+    found: dict[str, Path] = {}
+    for name in list_folders(root):
+        split = SPELLINGS.get(name.lower())
+        if split is None or not (name in SPLIT_FOLDERS or list_folders(root / name)):
+            continue
+        if split in found:
+            raise UserError(f"{root} has both {found[split].name} and {name}: keep one of them")
+        found[split] = root / name
+    return found
+
+
 def _stop(error: OSError) -> None:
     raise error
 
 
 def _list_images(root: Path, folder: Path) -> list[str]:
-    """Files below ``folder``, sorted, relative to ``root``; links to folders inside it are not followed."""
+    """Files below ``folder``, sorted, relative to ``root``; a link to a folder inside it could lead in a circle."""
     found = []
     for parent, folders, files in os.walk(folder, onerror=_stop):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in folders:
+            if os.path.islink(os.path.join(parent, name)):
+                place = Path(parent, name)
+                raise UserError(f"{place} is a link to a folder: put the folder itself there, or remove the link")
         below = os.path.relpath(parent, root).replace(os.sep, "/")
         found += [f"{below}/{name}" for name in files if not name.startswith(".") and name not in _JUNK]
     return sorted(found)
@@ -92,6 +110,11 @@ def read_tiny_imagenet(root: Path) -> Source:
 def _choose_classes(folder: Path, class_list: Path | None) -> tuple[list[str], tuple[str, ...], dict[str, object]]:
     """Folder names in label order, their class names, and the option to record."""
     present = list_folders(folder)
+    for name in present:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"the name of the folder {name!r} in {folder} is not UTF-8: rename it") from None
     if class_list is None:
         return present, tuple(present), {}
     chosen = read_class_list(class_list, set(present))
@@ -107,16 +130,15 @@ def _choose_classes(folder: Path, class_list: Path | None) -> tuple[list[str], t
 def read_image_tree(root: Path, class_list: Path | None = None) -> Source:
     """train/<class>/* and val|valid|validation|test/<class>/*; labels follow the sorted folders of train."""
     splits = {}
-    for name in SPLIT_FOLDERS:
-        if (root / name).is_dir():
-            if list_folders(root / name):
-                splits[name] = root / name
-            elif name != "test":  # ILSVRC's test images have no labels: not used
-                raise UserError(f"{root / name} holds no class folders: sort its images into one folder per class")
+    for name, folder in find_splits(root).items():
+        if list_folders(folder):
+            splits[name] = folder
+        elif name != "test":  # ILSVRC's test images have no labels: not used
+            raise UserError(f"{folder} holds no class folders: sort its images into one folder per class")
     if set(splits) == {"train"}:
         raise UserError(
             f"{root} has train images only: add a test or val folder, "
-            f"or give {root / 'train'} to have a test split taken from it"
+            f"or give {splits['train']} to have a test split taken from it"
         )
     named = {split: splits[name] for name, split in name_splits(splits, root).items()}
     folders, classes, options = _choose_classes(named["train"], class_list)
@@ -134,6 +156,10 @@ def read_class_folders(root: Path, class_list: Path | None, test_share: float, s
         raise UserError(f"test share {test_share} must lie between 0 and 1, for example 0.2")
     folders, classes, options = _choose_classes(root, class_list)
     listing = _list_classes(root, root, folders)
+    counts = np.bincount([label for _, label in listing], minlength=len(folders))
+    if (counts == 1).any():
+        name = folders[int(counts.argmin())]
+        raise UserError(f"class {name!r} has one image, and one of every class is held out for testing: add another")
     train, test = stratified_holdout(np.array([label for _, label in listing]), test_share, seed)
     splits = {"train": [listing[i] for i in train], "test": [listing[i] for i in test]}
     options = options | {"test_share": test_share, "seed": seed}

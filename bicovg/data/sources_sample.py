@@ -75,7 +75,7 @@ def name_splits(found: Iterable[str], where: Path) -> dict[str, str]:
 def read_lines(path: Path) -> list[str]:
     """The non-empty lines of a text file, without comment lines (``#``)."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path} as a text file ({error}): give a UTF-8 text file") from error
     lines = [line.strip() for line in text.splitlines()]

@@ -22,7 +22,10 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @dataclass
 class Splits:
-    """Train, held-out (None unless asked for) and test images of one data set."""
+    """Train, held-out (None unless asked for) and test images of one data set.
+
+    ``fingerprint`` is that of a packed store; what is built in has none.
+    """
 
     train: ImageSource
     heldout: ImageSource | None
@@ -30,6 +33,7 @@ class Splits:
     classes: list[str]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    fingerprint: str = ""
 
 
 def load_splits(config: DataConfig) -> Splits:
@@ -173,6 +177,7 @@ def _packed(config: DataConfig) -> Splits:
         list(store.classes),
         tuple(store.mean),
         tuple(store.std),
+        store.fingerprint,
     )
 
 

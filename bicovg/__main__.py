@@ -1,5 +1,6 @@
 """``bicovg`` and ``python -m bicovg``."""
 
+import io
 import sys
 import traceback
 from typing import NoReturn
@@ -9,6 +10,10 @@ from bicovg.cli import main
 
 def run() -> NoReturn:
     """Run the command line and end the process with its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # a file's name need not be text, nor in the terminal's letters
     try:
         code = main()
     except Exception:

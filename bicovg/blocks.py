@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bicovg.draws import make_keys
 from bicovg.goodness import BiCovG, Readout, transformed
-from bicovg.layers import FeatureAlignment, add_offset, keyed_dropout, rms_norm, rms_pool
+from bicovg.layers import FeatureAlignment, add_offset, check_dropout, keyed_dropout, rms_norm, rms_pool
 from bicovg.offsets import attach_offset
 from bicovg.signals import Credit, exit_credit
 
@@ -67,7 +67,7 @@ class Block(nn.Module):
         alignment: FeatureAlignment | None,
     ) -> None:
         super().__init__()
-        self.index, self.pool, self.dropout = index, pool, dropout
+        self.index, self.pool, self.dropout = index, pool, check_dropout(dropout)
         self.alignment = alignment
         self.conv = nn.Conv2d(in_channels, channels, 3, padding=1, bias=not batch_norm)
         self.norm = nn.BatchNorm2d(channels) if batch_norm else None

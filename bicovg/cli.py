@@ -105,7 +105,9 @@ def add_predict_parser(commands: Any) -> None:
     predict = commands.add_parser("predict", help="classify image files with a run", allow_abbrev=False)
     predict.add_argument("run", metavar="RUN")
     predict.add_argument("images", metavar="IMAGE", nargs="+", help="image files, or folders of them")
-    predict.add_argument("--head", default="mean", help="mean, fused, best (held-out-chosen), last, or a block")
+    predict.add_argument(
+        "--head", default="mean", help="mean, fused, fused-NAME, best (held-out-chosen), last, or a block"
+    )
     predict.add_argument("--top", type=int, default=5, help="classes to print per image")
     predict.add_argument("--format", default="table", choices=("table", "json", "csv"), help="how to print them")
     predict.add_argument(

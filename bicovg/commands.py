@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -40,19 +41,28 @@ def train(config: Config, args: argparse.Namespace) -> int:
             return 0 if finish(begin_run(config, args.out, team), stopper) else stopper.exit_code
         if len(set(args.seeds)) != len(args.seeds):
             raise UserError(f"--seeds {' '.join(map(str, args.seeds))} names a seed twice")
-        if args.out and Path(args.out).exists():
+        folders = {seed: str(Path(args.out) / f"s{seed}") if args.out else None for seed in args.seeds}
+        begun = any(folder is not None and os.path.lexists(folder) for folder in folders.values())
+        if args.out and team.leads and Path(args.out).exists() and not begun:
             raise UserError(f"--out {args.out} exists: choose another folder")
-        runs = []
-        for seed in args.seeds:
-            out = str(Path(args.out) / f"s{seed}") if args.out else None
-            trainer = begin_run(replace(config, seed=seed), out, team)
+        runs: list[Path] = []
+        for seed, out in folders.items():
+            trainer = begin_run(replace(config, seed=seed), out, team, again=True)
             if not finish(trainer, stopper, quiet=True):
+                say_rest(args.seeds[len(runs) + 1 :], bool(args.out), team)
                 return stopper.exit_code
             runs.append(trainer.run)
         if team.leads:
             wide_console().print(comparison_table([runs]))
             print("runs: " + " ".join(map(str, runs)))
     return 0
+
+
+def say_rest(seeds: list[int], in_a_folder: bool, team: Team) -> None:
+    """How to come to the seeds that a stop has left."""
+    if seeds and team.leads:
+        how = "the same command goes on with all" if in_a_folder else "train them with another --seeds"
+        print(f"not begun: seeds {' '.join(map(str, seeds))}; {how}", flush=True)
 
 
 def resume(args: argparse.Namespace, changes: dict[str, Any]) -> int:
@@ -80,7 +90,7 @@ def finish(trainer: Trainer, stopper: Stopper, quiet: bool = False) -> bool:
         page = finish_run(trainer)
     except StopRequested:
         print(f"stopped by {stopper.reason} at step {trainer.progress.step}")
-        print(f"go on with: bicovg train --resume {trainer.run}", flush=True)
+        print(f"go on with: bicovg train --resume {shlex.quote(str(trainer.run))}", flush=True)
         return False
     if not quiet:
         print(f"run folder: {trainer.run}\nreport: {page}")
@@ -117,7 +127,6 @@ def evaluate_early_exit(trainer: Trainer) -> int:
     from bicovg.early_exit import describe_early_exit
 
     found = describe_early_exit(trainer)
-    write_json(trainer.run / "early_exit.json", found)
     wide_console().print(early_exit_table(found))
     used = found["rules"][found["use"]]
     if is_calibrated(used["temperatures"]):
@@ -127,6 +136,7 @@ def evaluate_early_exit(trainer: Trainer) -> int:
     else:
         print("not calibrated: the training images call for no temperature, so confidences may be too high;")
         print("to calibrate them, hold images out of training (--data.holdout)")
+    write_json(trainer.run / "early_exit.json", found)
     print(f"written: {trainer.run / 'early_exit.json'}")
     return 0
 
@@ -178,7 +188,9 @@ def fuse_run(trainer: Trainer, args: argparse.Namespace) -> int:
     record, _ = report_fusion(fit_on, test, trainer.config.fusion, args.temperatures, trainer.counters)
     summary["fusion"][args.on + "_temperatures" * args.temperatures] = record
     wide_console().print(summary_table(summary))
+    head = f"fused-{args.on}{'-temperatures' * args.temperatures}"
     print(f"fusion fitted on {args.on}: top-1 {record['top1']:.2f}, N_eff {record['N_eff']:.2f}")
+    print(f"predict or export with it: --head {head}")
     store_summary(trainer, summary)
     return 0
 

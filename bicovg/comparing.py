@@ -38,14 +38,29 @@ def compare(args: argparse.Namespace) -> int:
     console = wide_console()
     console.print(comparison_table(groups))
     curves = [block_means(group) for group in groups]
-    names = [read_config(group[0]).recipe for group in groups]
-    for name, curve in zip(names[1:], curves[1:], strict=True):
+    names, data = name_groups(groups), [read_config(group[0]).data.name for group in groups]
+    for name, curve, other in zip(names[1:], curves[1:], data[1:], strict=True):
+        if other != data[0]:
+            print(f"{name} over {names[0]}: {other} against {data[0]}, no gain between data sets")
+            continue
         if len(curve) != len(curves[0]):
             print(f"{name} over {names[0]}: {len(curve)} exits against {len(curves[0])}, no gain per block")
             continue
         shallow, deep = mean_gain(curves[0], curve)
         print(f"{name} over {names[0]}: SG {shallow:+.2f}  DG {deep:+.2f} points")
     return 0
+
+
+def name_groups(groups: list[list[Path]]) -> list[str]:
+    """The recipe of each; with its data set where a recipe was used on several, and its first run if need be."""
+    configs = [read_config(group[0]) for group in groups]
+    on_several = {
+        c.recipe for c in configs for other in configs if c.recipe == other.recipe and c.data.name != other.data.name
+    }
+    names = [f"{c.recipe} on {c.data.name}" if c.recipe in on_several else c.recipe for c in configs]
+    return [
+        f"{name} ({group[0]})" if names.count(name) > 1 else name for name, group in zip(names, groups, strict=True)
+    ]
 
 
 def block_means(runs: list[Path]) -> list[float]:
@@ -66,9 +81,9 @@ def comparison_table(groups: list[list[Path]]) -> Table:
     table = Table(title="test top-1, %")
     table.add_column("prediction")
     columns: list[dict[str, str]] = []
-    for group in groups:
+    for name, group in zip(name_groups(groups), groups, strict=True):
         config = read_config(group[0])
-        table.add_column(f"{escape(config.recipe)}\n{config.model.scope}, n = {len(group)}", justify="right")
+        table.add_column(f"{escape(name)}\n{config.model.scope}, n = {len(group)}", justify="right")
         summaries = [read_summary(run) for run in group]
         column = {}
         for row, block in enumerate(summaries[0]["exit_blocks"]):

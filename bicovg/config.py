@@ -48,7 +48,9 @@ class DataConfig:
     name: str = _field("digits", "digits (built in), synthetic, or the name of a packed data set")
     root: str | None = _field(None, "folder of packed data sets; default: $BICOVG_DATA or ./data")
     image_size: int = _field(8, "side of the network's input image", low=1, high=16384)
-    image_channels: int = _field(1, "1 for gray, as the digits; 3 for colour, and for all packed images", choices=(1, 3))
+    image_channels: int = _field(
+        1, "1 for gray, as the digits; 3 for colour, and for all packed images", choices=(1, 3)
+    )
     num_classes: int = _field(10, "number of classes K; must agree with the labels", low=2)
     holdout: float = _field(
         0.0, "share of the training images held out (seeded, stratified); 0: curves are on test", low=0, below=1

@@ -76,8 +76,8 @@ class LogisticFusion(nn.Module):
         for _ in range(steps):
             optimizer.zero_grad()
             reduction = "mean" if team.world == 1 else "sum"
-            loss = F.cross_entropy(self(logits), labels, reduction=reduction)
-            with whole_float32():
+            with torch.enable_grad(), whole_float32():
+                loss = F.cross_entropy(self(logits), labels, reduction=reduction)
                 torch.autograd.backward(loss if team.world == 1 else loss / count)
             for parameter in self.parameters():
                 assert parameter.grad is not None

@@ -11,12 +11,12 @@ from bicovg.runlog import holds_nothing, read_config
 from bicovg.trainer import Trainer
 
 
-def begin_run(config: Config, out: str | None, team: Team) -> Trainer:
-    """A new run in ``out``; under ``torchrun --max-restarts`` the run that is already there, if it is this one."""
+def begin_run(config: Config, out: str | None, team: Team, again: bool = False) -> Trainer:
+    """A new run in ``out``; under ``torchrun --max-restarts``, or ``again``, that which is there, if it is this one."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if restarts and out is None:
         raise UserError("torchrun --max-restarts needs --out DIR, so that a restarted run finds its folder")
-    begun = team.leads and restarts and find_begun(config, Path(out or ""))
+    begun = team.leads and out is not None and (restarts or again) and find_begun(config, Path(out))
     if team.leads and out is not None and not begun:
         refuse_taken(Path(out))  # before data is opened and a network built for nothing
     if out is not None and team.tell("begun" if begun else "new") == "begun":

@@ -35,6 +35,13 @@ def rms_pool(x: Float[Tensor, "b c h w"], size: int = 2) -> Float[Tensor, "b c p
     return safe_sqrt(F.avg_pool2d(widen(x).square(), size)).to(x.dtype)
 
 
+def check_dropout(drop: float) -> float:
+    """The probability itself; one of 1 would leave nothing to scale up."""
+    if not 0 <= drop < 1:
+        raise ValueError(f"dropout {drop:g} must be at least 0 and below 1")
+    return drop
+
+
 def keyed_dropout(x: Float[Tensor, "b ..."], drop: float, keys: Int[Tensor, " b"]) -> Float[Tensor, "b ..."]:
     """Dropout whose mask is a function of each sample's key (see ``bicovg.draws``), scaled by 1 / (1 - drop)."""
     if drop == 0.0:

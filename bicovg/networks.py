@@ -24,7 +24,7 @@ from bicovg.backbones import VGG8, VGG16, Backbone, group_starts, unit_sizes
 from bicovg.blocks import Block, Unit
 from bicovg.draws import make_keys
 from bicovg.goodness import BiCovG
-from bicovg.layers import FeatureAlignment, keyed_dropout
+from bicovg.layers import FeatureAlignment, check_dropout, keyed_dropout
 from bicovg.signals import Credit, loss_credit
 
 
@@ -185,7 +185,7 @@ class ClassicVGG16(nn.Module):
         self.head = nn.ModuleList(
             [nn.Linear(widths[-1] * 49, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, num_classes)]
         )
-        self.dropout = dropout
+        self.dropout = check_dropout(dropout)
         self.exits = [len(widths) - 1]
         self._initialise()
 

@@ -55,29 +55,28 @@ def read_image(path: Path, config: Config) -> Float[Tensor, "c h w"]:
 
 def read_images(names: list[str], config: Config, rejected: list[str] | None) -> tuple[list[str], list[Tensor]]:
     """The files that can be used, and their images; ``rejected`` as in ``predict_files``."""
-    found: dict[str, Tensor] = {}
+    found: list[tuple[str, Tensor]] = []
     for name in names:
         try:
-            found[name] = read_image(Path(name), config)
+            found.append((name, read_image(Path(name), config)))
         except UserError as error:
             if rejected is None:
                 raise
             rejected.append(str(error))
-    return list(found), list(found.values())
+    return [name for name, _ in found], [image for _, image in found]
 
 
 def head_weights(head: str, run: Path, exits: list[int]) -> list[float]:
-    """Weight of every exit in one prediction: mean, fused, best (chosen on held-out images), last, or one block."""
+    """Weight of every exit in one prediction: mean, fused, best (chosen on held-out images), last, or one block.
+
+    A fusion with temperatures divides each exit's weight by its temperature, so they need not add up to 1.
+    """
     if head == "mean":
         return [1 / len(exits)] * len(exits)
-    if head == "fused" and len(exits) == 1:
-        raise UserError(f"{run} has a single exit: there is nothing to fuse; use --head last")
-    if head == "fused":
-        fitted = read_summary(run)["fusion"]
-        record = fitted["heldout"] or fitted["train"]
-        if record is None:
-            raise UserError(f"{run} has no fusion weights: fit them with `bicovg fuse {run}`, or use --head mean")
-        return [float(weight) for weight in record["weights"]]
+    if head == "fused" or head.startswith("fused-"):
+        if len(exits) == 1:
+            raise UserError(f"{run} has a single exit: there is nothing to fuse; use --head last")
+        return fused_weights(head, run)
     if head == "best":
         chosen = read_summary(run)["test"].get("best_heldout_chosen")
         if chosen is None:
@@ -92,6 +91,18 @@ def head_weights(head: str, run: Path, exits: list[int]) -> list[float]:
     else:
         raise UserError(f"--head {head!r} is unknown: choose mean, fused, best, last or a block among {exits}")
     return [float(index == place) for index in range(len(exits))]
+
+
+def fused_weights(head: str, run: Path) -> list[float]:
+    """``fused``: as fitted on held-out images, else on training images; ``fused-NAME``: as summary.json names it."""
+    fitted = {f"fused-{name.replace('_', '-')}": record for name, record in read_summary(run)["fusion"].items()}
+    record = fitted.get("fused-heldout") or fitted.get("fused-train") if head == "fused" else fitted.get(head)
+    if record is None:
+        there = ", ".join(name for name, found in fitted.items() if found is not None)
+        which = "no fusion weights" if not there else f"no {head}, but {there}"
+        raise UserError(f"{run} has {which}: fit them with `bicovg fuse {run}`, or use --head mean")
+    temperatures = record.get("temperatures") or [1.0] * len(record["weights"])
+    return [float(weight) / float(t) for weight, t in zip(record["weights"], temperatures, strict=True)]
 
 
 def deciding_exits(logits: Float[Tensor, "e b k"], weights: Float[Tensor, " e"]) -> Int[Tensor, " b"]:
@@ -117,14 +128,15 @@ def load_run(run: Path, device: str) -> tuple[LocalNetwork, Config]:
 
 
 def find_images(names: list[str]) -> list[str]:
-    """Files as they are named; of a folder all its images, at any depth, in the order of their paths."""
+    """Files as they are named; of a folder all images but hidden ones, at any depth, in the order of their paths."""
     found: list[str] = []
     for name in names:
         path = Path(name)
         if not path.exists():
             raise UserError(f"{name} does not exist: give image files or a folder of them")
         images = (p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and not p.is_dir())
-        inside = sorted(map(str, images)) if path.is_dir() else [name]
+        seen = (p for p in images if not any(part.startswith(".") for part in p.relative_to(path).parts))
+        inside = sorted(map(str, seen)) if path.is_dir() else [name]
         if not inside:
             raise UserError(f"{name} holds no image: give a folder with {', '.join(SUFFIXES)} files")
         found += inside

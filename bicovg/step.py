@@ -13,6 +13,7 @@ all units' gradients are alive then.
 Both give the same parameters bit for bit (CPU, float32), because no unit's gradient depends on another unit.
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -124,6 +125,8 @@ def check_step(schedule: str, clip_norm: float | None, clip_scope: str, precisio
         raise ValueError("precision float16 is refused: its squares overflow above 256; use bfloat16 or float32")
     if precision not in PRECISIONS:
         raise ValueError(f"precision {precision!r} is unknown: choose float32 or bfloat16")
+    if clip_norm is not None and not 0 < clip_norm < math.inf:
+        raise ValueError(f"clip norm {clip_norm:g} must be above 0 and finite, or None for no clipping")
     if clip_norm is None and clip_scope == "global":
         raise ValueError("a global clip scope says nothing without a clip norm: set both or neither")
     if clip_norm is not None and clip_scope == "global" and schedule == "interleaved":

@@ -1,5 +1,6 @@
 """Epochs, evaluation, logging, checkpoints, resume."""
 
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -206,9 +207,10 @@ class Trainer:
     def _advise(self, error: NonFiniteError) -> str:
         """What to do about it: skipping steps mends neither weights that are bad already nor a run that does so."""
         new = "lower --optim.lr or set --train.clip_norm in a new run"
+        again = f"bicovg train --resume {shlex.quote(str(self.run))}"
         if isinstance(error, NonFiniteStateError) or self.config.train.nonfinite == "skip":
-            return f"{new}; `bicovg train --resume {self.run}` goes on from the last good checkpoint"
-        return f"{new}, or go on without such steps by `bicovg train --resume {self.run} --train.nonfinite skip`"
+            return f"{new}; `{again}` goes on from the last good checkpoint"
+        return f"{new}, or go on without such steps by `{again} --train.nonfinite skip`"
 
     def _close(self) -> None:
         failure = sys.exc_info()[1]

@@ -128,3 +128,19 @@ def test_one_seed_twice_and_an_unfinished_run_are_refused(tmp_path: Path, capsys
     path.write_text(json.dumps(json.loads(path.read_text()) | {"epochs": 3}))
     assert main(["compare", run]) == 2
     assert "stopped after 3 of 30 epochs" in capsys.readouterr().err
+
+
+def test_columns_of_one_recipe_are_told_apart_and_data_sets_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [write_run(tmp_path, "digits", seed, [70.0, 80.0], 80.0) for seed in (0, 1, 2)]
+    changes = ({}, {"optim.lr": 0.5}, {"data.name": "pets"})
+    for run, change in zip(runs, changes, strict=True):
+        (Path(run) / "config.json").write_text(to_json(override(get_recipe("digits"), change)))
+    assert main(["compare", *runs]) == 0
+    text = capsys.readouterr().out
+    first = f"digits on digits ({runs[0]})"
+    assert f"digits on digits ({runs[1]}) over {first}: SG +0.00  DG +0.00 points\n" in text
+    assert f"digits on pets over {first}: pets against digits, no gain between data sets\n" in text
+    assert main(["compare", *runs[:2]]) == 0
+    assert f"digits ({runs[1]}) over digits ({runs[0]}): SG" in capsys.readouterr().out

@@ -56,6 +56,14 @@ def test_every_head_loads_and_equals_the_run(head: str, finished_run: Path, tmp_
     assert model.classes == tuple(str(k) for k in range(10))
 
 
+def test_images_of_another_kind_are_refused(finished_run: Path, tmp_path: Path) -> None:
+    export_run(finished_run, "mean", tmp_path / "out", ["hub"])
+    model = bicovg.load(tmp_path / "out")
+    for images in (torch.rand(2, 3, 8, 8), torch.rand(2, 1, 8, 8, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"give floats in \[0, 1\], \(batch, 1, height, width\)"):
+            model(images)
+
+
 @pytest.mark.parametrize("head", HEADS)
 def test_torch_export_and_onnx_agree_for_every_head(head: str, finished_run: Path, tmp_path: Path) -> None:
     net, config = load_run(finished_run, "cpu")

@@ -117,3 +117,10 @@ def test_fusion_is_fitted_on_one_split_and_measured_on_the_other() -> None:
     assert record["weights"][0] > 0.9  # the exit that is right on the fitting split
     assert record["top1"] == 0.0  # and wrong on the other
     assert record["N_eff"] == pytest.approx(1 / sum(w * w for w in fusion.weights.tolist()), rel=1e-5)
+
+
+def test_a_fit_needs_no_gradients_around_it() -> None:
+    logits, labels = draw(3, 3, 5, 4)
+    fitted = LogisticFusion(3).fit(logits.float(), labels, steps=12).weights
+    with torch.no_grad():
+        torch.testing.assert_close(LogisticFusion(3).fit(logits.float(), labels, steps=12).weights, fitted)

@@ -213,3 +213,11 @@ def test_functional_transforms_work_on_a_whole_network():
     forwards, backwards = (kind(lambda weights: loss(weights, images[0]))(weights) for kind in (jacfwd, jacrev))
     for name, found in forwards.items():
         torch.testing.assert_close(found, backwards[name], msg=name)
+
+
+@pytest.mark.parametrize("drop", [-0.5, 1.0, 1.5, float("nan")])
+def test_a_dropout_that_is_no_probability_is_refused(drop: float) -> None:
+    with pytest.raises(ValueError, match=r"dropout .* must be at least 0 and below 1"):
+        local_network(3, (8, 8), (), dropout=drop)
+    with pytest.raises(ValueError, match=r"dropout .* must be at least 0 and below 1"):
+        vgg16_classic(10, width=0.05, dropout=drop)

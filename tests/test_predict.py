@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +20,13 @@ from bicovg.data.digits import load_digits
 from bicovg.data.images import VariableImages
 from bicovg.data.splits import Splits, make_loaders
 from bicovg.errors import UserError
-from bicovg.fusion import mean_logits
+from bicovg.export import export_run, load
+from bicovg.fusion import LogisticFusion, mean_logits
 from bicovg.predict import predict_files, read_image
 from bicovg.runlog import read_config
 from bicovg.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -183,6 +188,60 @@ def test_a_bad_file_among_others_costs_its_own_line_alone(
     assert "bad.png" in printed.err
     assert "pipe.png" in printed.err
     assert main(["predict", str(finished_run), str(folder / "bad.png"), "--device", "cpu"]) == 2
+
+
+def test_every_fusion_that_was_fitted_can_predict(
+    finished_run: Path, pictures: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished_run, run)
+    assert main(["predict", str(run), pictures[0], "--head", "fused-heldout-temperatures"]) == 2
+    assert "no fused-heldout-temperatures, but fused-train, fused-heldout: fit them" in capsys.readouterr().err
+    assert main(["fuse", str(run), "--on", "heldout", "--temperatures", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.endswith("with it: --head fused-heldout-temperatures\n")
+    fitted = json.loads((run / "summary.json").read_text())["fusion"]
+    logits = logits_of_first_digits(run)
+    for name, record in (("train", fitted["train"]), ("heldout-temperatures", fitted["heldout_temperatures"])):
+        fusion = LogisticFusion(4, "temperatures" in record)
+        with torch.no_grad():
+            fusion.alpha.copy_(torch.tensor(record["weights"]).log())
+            if fusion.log_temperature is not None:
+                assert max(abs(t - 1) for t in record["temperatures"]) > 0.01
+                fusion.log_temperature.copy_(torch.tensor(record["temperatures"]).log())
+            expected = fusion(logits).softmax(dim=1)
+        head = f"fused-{name}"
+        found = list(predict_files(run, pictures, head, top=10, device="cpu"))
+        for row, prediction in zip(expected, found, strict=True):
+            by_class = dict(prediction.classes)
+            assert [by_class[str(k)] for k in range(10)] == pytest.approx(row.tolist(), abs=1e-5)
+    export_run(run, head, tmp_path / "out", ["hub"])
+    images = torch.from_numpy(load_digits()[0][:5]).permute(0, 3, 1, 2).float() / 255
+    with torch.no_grad():
+        torch.testing.assert_close(load(tmp_path / "out")(images).softmax(dim=1), expected, rtol=0, atol=1e-4)
+
+
+def test_hidden_files_of_a_folder_are_left_out_and_a_file_given_twice_comes_twice(
+    finished_run: Path, pictures: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / ".images"
+    for place in (folder / "a.png", folder / "._a.png", folder / ".hidden" / "b.png"):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(pictures[0], place)
+    found = list(predict_files(finished_run, [str(folder), str(folder / "a.png"), pictures[1]], device="cpu"))
+    assert [prediction.image for prediction in found] == [str(folder / "a.png")] * 2 + [pictures[1]]
+
+
+@pytest.mark.parametrize("form", ["table", "csv"])
+def test_names_that_the_terminal_cannot_show_cost_no_prediction(
+    form: str, finished_run: Path, pictures: list[str], tmp_path: Path
+) -> None:
+    place = tmp_path / "\u65e5\u672c.png"
+    shutil.copy(pictures[0], place)
+    words = [sys.executable, "-m", "bicovg", "predict", str(finished_run), str(place), "--format", form]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*words, "--device", "cpu"], capture_output=True, env=environment)
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"\\u65e5\\u672c.png" in done.stdout
 
 
 def test_a_head_beside_early_exit_is_refused(finished_run: Path, pictures: list[str]) -> None:

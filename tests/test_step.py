@@ -191,6 +191,8 @@ def test_global_clip_bounds_all_units_together():
         ({"precision": "int8"}, "precision 'int8' is unknown"),
         ({"schedule": "backwards"}, "schedule 'backwards' is unknown"),
         ({"clip_scope": "net"}, "clip scope 'net' is unknown"),
+        ({"clip_norm": -1.0}, "clip norm -1 must be above 0"),
+        ({"clip_norm": float("nan")}, "clip norm nan must be above 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(options, message):

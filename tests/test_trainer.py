@@ -195,6 +195,34 @@ def test_seeds_make_one_run_each_and_print_mean_and_spread(tmp_path: Path, capsy
     assert f"{mean:.2f} +- {half * math.sqrt(2):.2f}" in text
 
 
+def test_the_same_command_goes_on_with_seeds_that_a_stop_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train, runs = Trainer.train, tmp_path / "my runs"
+    line = ["train", "digits", *words({**TINY, "train.epochs": 2}), "--seeds", "3", "7", "9", "--out", str(runs)]
+
+    def stop_seed_7(trainer: Trainer, stopper: Stopper | None = None) -> Any:
+        if trainer.config.seed == 7 and stopper is not None:
+            stopper.exit_code = 130
+        return train(trainer, stopper)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train", stop_seed_7)
+        assert main(line) == 130
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-2:] == [
+        f"go on with: bicovg train --resume '{runs / 's7'}'",
+        "not begun: seeds 9; the same command goes on with all",
+    ]
+    weights = (runs / "s3" / "checkpoints").iterdir()
+    before = {path.name for path in weights}
+    assert main(line) == 0
+    assert "n = 3" in capsys.readouterr().out
+    assert {path.name for path in (runs / "s3" / "checkpoints").iterdir()} == before
+    assert main([*line, "--optim.lr", "0.5"]) == 2
+    assert "holds a run with other settings" in capsys.readouterr().err
+
+
 def test_shuffled_labels_change_no_logit(tmp_path: Path) -> None:
     trainer = Trainer.start(tiny(train__epochs=1), str(tmp_path / "run"))
     trainer.train()

@@ -20,7 +20,7 @@ from bicovg.distributed import ALONE, Team, join_team
 from bicovg.errors import StorageError, UserError
 from bicovg.evaluation import report_fusion
 from bicovg.identity import MOVABLE, identify
-from bicovg.launching import begin_run
+from bicovg.launching import begin_run, is_finished
 from bicovg.report.command import finish_run
 from bicovg.runlog import read_config, read_summary, write_json
 from bicovg.stopping import RunLock, Stopper, StopRequested
@@ -47,9 +47,15 @@ def train(config: Config, args: argparse.Namespace) -> int:
             raise UserError(f"--out {args.out} exists: choose another folder")
         runs: list[Path] = []
         for seed, out in folders.items():
-            trainer = begin_run(replace(config, seed=seed), out, team, again=True)
+            one = replace(config, seed=seed)
+            finished = team.leads and out is not None and is_finished(one, Path(out))
+            if team.tell("finished" if finished else "") and out is not None:
+                runs.append(Path(out))
+                continue
+            trainer = begin_run(one, out, team, again=True)
             if not finish(trainer, stopper, quiet=True):
-                say_rest(args.seeds[len(runs) + 1 :], bool(args.out), team)
+                if team.leads:
+                    say_rest(folders, seed)
                 return stopper.exit_code
             runs.append(trainer.run)
         if team.leads:
@@ -58,11 +64,13 @@ def train(config: Config, args: argparse.Namespace) -> int:
     return 0
 
 
-def say_rest(seeds: list[int], in_a_folder: bool, team: Team) -> None:
+def say_rest(folders: dict[int, str | None], stopped: int) -> None:
     """How to come to the seeds that a stop has left."""
-    if seeds and team.leads:
-        how = "the same command goes on with all" if in_a_folder else "train them with another --seeds"
-        print(f"not begun: seeds {' '.join(map(str, seeds))}; {how}", flush=True)
+    seeds = [*folders][[*folders].index(stopped) + 1 :]
+    left = [seed for seed in seeds if not os.path.lexists(folders[seed] or "")]
+    if left:
+        how = "train them with another --seeds" if None in folders.values() else "the same command goes on with all"
+        print(f"not begun: seeds {' '.join(map(str, left))}; {how}", flush=True)
 
 
 def resume(args: argparse.Namespace, changes: dict[str, Any]) -> int:
@@ -155,20 +163,21 @@ def early_exit_table(found: dict[str, Any]) -> Table:
     return table
 
 
-def store_summary(trainer: Trainer, summary: dict[str, Any]) -> None:
-    """The leader writes summary.json, unless the run is being trained right now."""
+def store_summary(trainer: Trainer, summary: dict[str, Any]) -> bool:
+    """The leader writes summary.json, unless the run is being trained right now; whether this process has."""
     run = trainer.run
     if not trainer.team.leads:
-        return
+        return False
     try:
         lock = RunLock(run)
     except StorageError:
         raise
     except UserError as busy:
         print(f"summary.json was not written: {busy}")
-        return
+        return False
     write_json(run / "summary.json", summary)
     lock.release()
+    return True
 
 
 def fuse(args: argparse.Namespace) -> int:
@@ -190,8 +199,8 @@ def fuse_run(trainer: Trainer, args: argparse.Namespace) -> int:
     wide_console().print(summary_table(summary))
     head = f"fused-{args.on}{'-temperatures' * args.temperatures}"
     print(f"fusion fitted on {args.on}: top-1 {record['top1']:.2f}, N_eff {record['N_eff']:.2f}")
-    print(f"predict or export with it: --head {head}")
-    store_summary(trainer, summary)
+    if store_summary(trainer, summary):
+        print(f"predict or export with it: --head {head}")
     return 0
 
 

@@ -64,9 +64,10 @@ class Predictor(nn.Module):
         self.register_buffer("std", torch.tensor(std)[:, None, None], persistent=False)
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b k"]:
-        if images.dim() != 4 or images.shape[1] != len(self.mean) or images.dtype != self.mean.dtype:
+        fits = images.is_floating_point() and (images.dtype != torch.float64 or self.mean.dtype == torch.float64)
+        if images.dim() != 4 or images.shape[1] != len(self.mean) or not fits:
             known = f"{str(images.dtype).removeprefix('torch.')} {tuple(images.shape)}"
-            raise ValueError(f"images are {known}: give floats in [0, 1], (batch, {len(self.mean)}, height, width)")
+            raise ValueError(f"images are {known}: give float32 in [0, 1], (batch, {len(self.mean)}, height, width)")
         x = (images - self.mean) / self.std
         used = [place for place, weight in enumerate(self.weights) if weight]
         parts = [self.weights[p] * z for p, z in zip(used, walk_exits(self.net, x, used), strict=True)]

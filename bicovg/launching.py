@@ -7,7 +7,7 @@ from bicovg.config import Config, override, walk_settings
 from bicovg.distributed import Team
 from bicovg.errors import UserError
 from bicovg.identity import MOVABLE
-from bicovg.runlog import holds_nothing, read_config
+from bicovg.runlog import holds_nothing, read_config, read_summary
 from bicovg.trainer import Trainer
 
 
@@ -34,6 +34,13 @@ def find_begun(config: Config, run: Path) -> bool:
     if override(found, {path: settings[path] for path in MOVABLE}) != config:
         raise UserError(f"--out {run} holds a run with other settings: choose another folder")
     return True
+
+
+def is_finished(config: Config, run: Path) -> bool:
+    """Whether this very run has been trained to its end in the folder."""
+    if not (find_begun(config, run) and (run / "summary.json").is_file()):
+        return False
+    return bool(read_summary(run).get("epochs") == config.train.epochs)
 
 
 def refuse_taken(run: Path) -> None:

@@ -89,18 +89,23 @@ def head_weights(head: str, run: Path, exits: list[int]) -> list[float]:
     elif head.isdecimal() and int(head) in exits:
         place = exits.index(int(head))
     else:
-        raise UserError(f"--head {head!r} is unknown: choose mean, fused, best, last or a block among {exits}")
+        raise UserError(
+            f"--head {head!r} is unknown: choose mean, fused, fused-NAME, best, last or a block among {exits}"
+        )
     return [float(index == place) for index in range(len(exits))]
 
 
 def fused_weights(head: str, run: Path) -> list[float]:
-    """``fused``: as fitted on held-out images, else on training images; ``fused-NAME``: as summary.json names it."""
+    """``fused``: as fitted on held-out images, else on training images; ``fused-augmented`` and the like: that fit."""
     fitted = {f"fused-{name.replace('_', '-')}": record for name, record in read_summary(run)["fusion"].items()}
     record = fitted.get("fused-heldout") or fitted.get("fused-train") if head == "fused" else fitted.get(head)
     if record is None:
         there = ", ".join(name for name, found in fitted.items() if found is not None)
-        which = "no fusion weights" if not there else f"no {head}, but {there}"
-        raise UserError(f"{run} has {which}: fit them with `bicovg fuse {run}`, or use --head mean")
+        on, beside, _ = head.removeprefix("fused-").partition("-temperatures")
+        flags = f" --on {on}{beside.replace('-', ' --')}" if on in ("train", "augmented", "heldout") else ""
+        how = f"`bicovg fuse {run}{flags}`"
+        which = f"no {head}, but {there}" if there else "no fusion weights"
+        raise UserError(f"{run} has {which}: fit them with {how}, or use --head mean")
     temperatures = record.get("temperatures") or [1.0] * len(record["weights"])
     return [float(weight) / float(t) for weight, t in zip(record["weights"], temperatures, strict=True)]
 

@@ -147,17 +147,20 @@ def read_data(run: Path, config: Config) -> tuple[list[str], list[float], list[f
 def check_same_data(run: Path, config: Config, classes: list[str], fingerprint: str) -> None:
     """Refuse another data set than the run noted: under its name there may be another by now.
 
-    A data.json that is not there or damaged says nothing, and one of an older run names the classes alone.
+    A data.json that is not there or damaged says nothing. One of an older run has the names of the classes alone; they
+    may be numbers in one store and words in another, as not every copy of a data set has words.
     """
     try:
         known, _, _ = read_data(run, config)
     except UserError:
         return
-    noted = read_json(run / "data.json", "").get("fingerprint", fingerprint)
-    if (known, noted) != (classes, fingerprint):
+    noted = read_json(run / "data.json", "").get("fingerprint")
+    kinds = {all(name.isdecimal() for name in names) for names in (known, classes)}
+    if noted != fingerprint if noted is not None else known != classes and len(kinds) == 1:
         raise UserError(
-            f"{config.data.name} holds other images or classes than those of {run}: it was packed anew since; pack the "
-            "run's own again, in another folder if need be (--data.root of train, else --data-root), or train a new run"
+            f"{config.data.name} holds other images or labels than those of {run}: it was packed anew, or elsewhere; "
+            "pack the run's own again, in another folder if need be (--data.root of train, else --data-root), or train "
+            "a new run"
         )
 
 

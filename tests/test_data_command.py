@@ -94,34 +94,39 @@ def test_images_that_are_not_square_get_a_command_that_trains(capsys: pytest.Cap
 def test_one_class_alone_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     write_classes(Path("photos"), ["cat"], 4)
     code, _, error = run(capsys, "data pack pets --from photos")
-    assert (code, error) == (
-        2,
-        "bicovg: photos has 1 classes ('cat'): give a folder with two or more of them\n",
-    )
+    assert (code, error) == (2, "bicovg: photos has 1 classes ('cat'): give a folder with two or more of them\n")
+    write_classes(Path("photos"), ["dog"], 4)
+    Path("list.txt").write_text("cat\n")
+    assert "list.txt names one class" in run(capsys, "data pack pets --from photos --classes list.txt")[2]
 
 
 def test_a_data_set_packed_anew_is_not_taken_for_the_one_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    for names, first in ((("cat", "dog"), 0), (("cat", "dog"), 5000), (("cat", "cow"), 0)):
-        write_classes(Path(f"photos{first}{names[1]}"), list(names), 10, first=first)
+    sets = {"right": (["cat", "dog"], 0), "other": (["cat", "dog"], 5000), "exchanged": (["dog", "cat"], 0)}
+    for name, (classes, first) in {**sets, "renamed": (["cat", "wolf"], 0)}.items():
+        write_classes(Path(name), classes, 10, first=first)
     pack = "data pack pets --size 16 --force --from"
-    _, out, _ = run(capsys, f"{pack} photos0dog")
+    _, out, _ = run(capsys, f"{pack} right")
     line = out.splitlines()[-1].removeprefix("train on it: bicovg ")
     small = "--train.epochs 2 --model.channels 8 --model.pools [] --model.scales [[1,2]] --model.groups 1"
     assert run(capsys, f"{line} {small} --train.device cpu --out run")[0] == 0
     noted = Path("run/data.json").read_text()
-    said = "pets holds other images or classes than those of run: it was packed anew since"
-    for photos in ("photos5000dog", "photos0cow"):
-        run(capsys, f"{pack} {photos}")
+    said = "pets holds other images or labels than those of run: it was packed anew, or elsewhere"
+    for other in ("other", "exchanged"):
+        run(capsys, f"{pack} {other}")
         for words in ("eval run", "fuse run", "eval run --early-exit", "train --resume run"):
             code, _, error = run(capsys, words)
             assert code == 2, words
             assert said in error, words
         assert Path("run/data.json").read_text() == noted
+    run(capsys, f"{pack} renamed")  # the same images and labels: a fingerprint says so
+    assert run(capsys, "eval run")[0] == 0
     old = json.loads(noted)
-    del old["fingerprint"]  # as older runs noted it: their classes are compared
+    del old["fingerprint"]  # as older runs noted it: their classes are compared, names with names
     Path("run/data.json").write_text(json.dumps(old))
     assert said in run(capsys, "eval run")[2]
-    run(capsys, f"{pack} photos0dog --root elsewhere")  # the same images, packed again in another place
+    Path("run/data.json").write_text(json.dumps(old | {"classes": ["0", "1"]}))
+    assert run(capsys, "eval run")[0] == 0
+    run(capsys, f"{pack} right --root elsewhere")  # the same images, packed again in another place
     Path("run/data.json").write_text(noted)
     assert run(capsys, "eval run --data-root elsewhere")[0] == 0
     Path("run/data.json").write_text("damaged")

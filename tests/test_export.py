@@ -60,7 +60,7 @@ def test_images_of_another_kind_are_refused(finished_run: Path, tmp_path: Path) 
     export_run(finished_run, "mean", tmp_path / "out", ["hub"])
     model = bicovg.load(tmp_path / "out")
     for images in (torch.rand(2, 3, 8, 8), torch.rand(2, 1, 8, 8, dtype=torch.float64)):
-        with pytest.raises(ValueError, match=r"give floats in \[0, 1\], \(batch, 1, height, width\)"):
+        with pytest.raises(ValueError, match=r"give float32 in \[0, 1\], \(batch, 1, height, width\)"):
             model(images)
 
 

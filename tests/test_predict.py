@@ -196,7 +196,8 @@ def test_every_fusion_that_was_fitted_can_predict(
     run = tmp_path / "run"
     shutil.copytree(finished_run, run)
     assert main(["predict", str(run), pictures[0], "--head", "fused-heldout-temperatures"]) == 2
-    assert "no fused-heldout-temperatures, but fused-train, fused-heldout: fit them" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"fused-train, fused-heldout: fit them with `bicovg fuse {run} --on heldout --temperatures`, or" in said
     assert main(["fuse", str(run), "--on", "heldout", "--temperatures", "--device", "cpu"]) == 0
     assert capsys.readouterr().out.endswith("with it: --head fused-heldout-temperatures\n")
     fitted = json.loads((run / "summary.json").read_text())["fusion"]

@@ -133,8 +133,13 @@ def _linked_folder(path: Path) -> None:
 
 
 def _train_twice(path: Path) -> None:
-    for split in ("train", "Train", "test"):
+    for split in ("TRAIN", "Train", "test"):
         write_classes(path / split, ["a", "b"], 2)
+
+
+def _flat_validation_in_capitals(path: Path) -> None:
+    write_classes(path / "train", ["a", "b"], 2)
+    (path / "Val").mkdir()
 
 
 MISTAKES: dict[Callable[[Path], None], str] = {
@@ -162,7 +167,8 @@ MISTAKES: dict[Callable[[Path], None], str] = {
     _empty_class: "class 'c' has no image in",
     _lone_image: "class 'b' has one image, and one of every class is held out for testing: add another",
     _linked_folder: "data/b/more is a link to a folder: put the folder itself there",
-    _train_twice: "has both Train and train: keep one",
+    _train_twice: "has both TRAIN and Train: keep one",
+    _flat_validation_in_capitals: "data/Val holds no class folders: sort its images",
 }
 
 
@@ -183,6 +189,8 @@ def test_a_class_whose_name_is_no_text_is_refused(tmp_path: Path) -> None:
     ) as caught:
         open_source(tmp_path / "data")
     str(caught.value).encode()
+    (tmp_path / "list.txt").write_text("b\na\n")
+    assert open_source(tmp_path / "data", class_list=tmp_path / "list.txt").classes == ("b", "a")
 
 
 def test_wrong_options_are_named(tmp_path: Path) -> None:

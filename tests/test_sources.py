@@ -24,6 +24,8 @@ from bicovg.data.known import IMAGENET100
 from bicovg.data.sources import Sample, Source, detect_format, open_source, read_class_list
 from bicovg.errors import UserError
 
+LONE = {"shards": "parquet", "lone": "class-folders", "years": "class-folders", "circle": "class-folders"}
+
 
 def pixels_of(sample: Sample) -> np.ndarray:
     if isinstance(sample.image, np.ndarray):
@@ -135,20 +137,38 @@ def test_a_class_may_be_called_test_where_it_holds_images(tmp_path: Path) -> Non
     assert open_source(tmp_path).classes == ("Test", "Training")
 
 
+def test_folders_beside_a_tree_and_classes_called_like_splits_are_what_they_were(tmp_path: Path) -> None:
+    for name in ("train", "val", "training", "Testing"):
+        write_classes(tmp_path / "tree" / name, ["cat", "dog"], 2)
+    for name in ("own/training/s1", "own/eating", "years/Test/2020", "years/Dev/2020"):
+        write_classes((tmp_path / name).parent, [Path(name).name], 3)
+    found = {name: open_source(tmp_path / name) for name in ("tree", "own", "years")}
+    assert dict(found["tree"].counts) == {"train": 4, "test": 4}
+    assert [sample.name[:4] for sample in found["tree"].samples("test")] == ["val/"] * 4
+    assert found["own"].classes == ("eating", "training")
+    assert found["years"].classes == ("Dev", "Test")
+
+
 def test_what_lies_in_one_folder_more_is_found(tmp_path: Path) -> None:
     """As archives unpack, and as clones of a model hub keep their shards, beside a page."""
     for name in ("train", "test"):
         write_classes(tmp_path / "tree" / "mydata" / name, ["cat", "dog"], 2)
-    write_classes(tmp_path / "own" / "a" / "b", ["cat", "dog"], 2)
-    write_parquet(tmp_path / "hub" / "data", labelled(6, 3, 8), labelled(3, 3, 8), 3)
+    images = np.zeros((1, 32, 32, 3), np.uint8)
+    write_cifar_binary(tmp_path / "cifar" / "more" / "mine", images, images)
+    for name in ("hub/data", "shards"):
+        write_parquet(tmp_path / name, labelled(6, 3, 8), labelled(3, 3, 8), 3)
+    write_classes(tmp_path / "shards" / "extra", ["cat", "dog"], 2)
     (tmp_path / "hub" / "README.md").write_text("about\n")
     write_classes(tmp_path / "lone", ["cat"], 3)
-    found = {name: detect_format(tmp_path / name) for name in ("tree", "own", "hub", "lone")}
+    write_classes(tmp_path / "years" / "cat", ["2020", "2021"], 3)
+    (tmp_path / "circle").mkdir()
+    (tmp_path / "circle" / "a").symlink_to(tmp_path / "circle", target_is_directory=True)
+    found = {name: detect_format(tmp_path / name) for name in ("tree", "hub", "cifar", *LONE)}
     assert found == {
         "tree": ("image-tree", tmp_path / "tree" / "mydata"),
-        "own": ("class-folders", tmp_path / "own" / "a" / "b"),
         "hub": ("parquet", tmp_path / "hub" / "data"),
-        "lone": ("class-folders", tmp_path / "lone"),
+        "cifar": ("cifar-binary", tmp_path / "cifar" / "more" / "mine"),
+        **{name: (format, tmp_path / name) for name, format in LONE.items()},
     }
 
 

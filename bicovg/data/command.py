@@ -135,6 +135,8 @@ def _open_source(args: argparse.Namespace) -> "Source":
     if args.name == "imagenet100" and classes is None and format in ("image-tree", "class-folders"):
         classes = IMAGENET100
     source = open_source(path, format, classes, args.test_share)
+    if len(source.classes) < 2 and classes is not None:
+        raise UserError(f"{classes} names one class: a network needs two or more to tell apart")
     if len(source.classes) < 2:
         found = ", ".join(map(repr, source.classes)) or "none"
         raise UserError(f"{path} has {len(source.classes)} classes ({found}): give a folder with two or more of them")

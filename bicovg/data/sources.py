@@ -54,24 +54,26 @@ def _detect_in_folder(path: Path) -> str:
     raise UserError(f"{path} holds nothing that can be read: give {_EXPECTED}")
 
 
-def _descend(path: Path) -> Path:
-    """Into the only folder where it holds folders or shards itself, as the classes of no data set do alone."""
-    while not find_splits(path):
-        folders = [path / name for name in list_folders(path)]
-        if len(folders) != 1 or not (list_folders(folders[0]) or any(folders[0].glob("*.parquet"))):
-            break
-        path = folders[0]
-    return path
-
-
 def detect_format(path: Path) -> tuple[str, Path]:
     """The format of what ``path`` holds, and the folder or file that holds it."""
     with _name_unreadable(path):
         if path.is_dir():
             inner = [path / name for name in _INNER if (path / name).is_dir()]
-            path = inner[0] if len(inner) == 1 else _descend(path)
-            return _detect_in_folder(path), path
+            path = inner[0] if len(inner) == 1 else path
+            return _look_deeper(_detect_in_folder(path), path)
         return _detect_file(path), path
+
+
+def _look_deeper(format: str, path: Path) -> tuple[str, Path]:
+    """As archives unpack, and as clones of a model hub keep their shards: in one folder more. No class stands alone."""
+    folders = list_folders(path)
+    if format != "class-folders" or len(folders) != 1 or (path / folders[0]).is_symlink():
+        return format, path
+    try:
+        inner = detect_format(path / folders[0])
+    except UserError:  # what lies there are images
+        return format, path
+    return inner if inner[0] != "class-folders" else (format, path)
 
 
 def _detect_file(path: Path) -> str:

@@ -26,15 +26,25 @@ def list_folders(folder: Path) -> list[str]:
 
 
 def find_splits(root: Path) -> dict[str, Path]:
-    """Folders of splits by their usual names; other spellings (Train, TESTING) count where they hold folders."""
-    found: dict[str, Path] = {}
+    """Folders of splits by their usual names.
+
+    Other spellings (Train, TESTING) count only where they hold folders and make up what is missing to train and test:
+    else they may be classes.
+    """
+    usual: dict[str, Path] = {}
+    others: dict[str, list[Path]] = {}
     for name in list_folders(root):
         split = SPELLINGS.get(name.lower())
-        if split is None or not (name in SPLIT_FOLDERS or list_folders(root / name)):
-            continue
-        if split in found:
-            raise UserError(f"{root} has both {found[split].name} and {name}: keep one of them")
-        found[split] = root / name
+        if name in SPLIT_FOLDERS:
+            usual[name] = root / name
+        elif split is not None and list_folders(root / name):
+            others.setdefault(split, []).append(root / name)
+    found = {**{split: folders[0] for split, folders in others.items()}, **usual}
+    if ("train" in usual and len(usual) > 1) or "train" not in found or len(found) < 2:
+        return usual
+    for split, folders in others.items():
+        if split not in usual and len(folders) > 1:
+            raise UserError(f"{root} has both {folders[0].name} and {folders[1].name}: keep one of them")
     return found
 
 
@@ -110,12 +120,12 @@ def read_tiny_imagenet(root: Path) -> Source:
 def _choose_classes(folder: Path, class_list: Path | None) -> tuple[list[str], tuple[str, ...], dict[str, object]]:
     """Folder names in label order, their class names, and the option to record."""
     present = list_folders(folder)
-    for name in present:
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise UserError(f"the name of the folder {name!r} in {folder} is not UTF-8: rename it") from None
     if class_list is None:
+        for name in present:
+            try:
+                name.encode()
+            except UnicodeEncodeError:
+                raise UserError(f"the name of the folder {name!r} in {folder} is not UTF-8: rename it") from None
         return present, tuple(present), {}
     chosen = read_class_list(class_list, set(present))
     missing = [name for name in chosen if name not in set(present)]
@@ -136,6 +146,9 @@ def read_image_tree(root: Path, class_list: Path | None = None) -> Source:
         elif name != "test":  # ILSVRC's test images have no labels: not used
             raise UserError(f"{folder} holds no class folders: sort its images into one folder per class")
     if set(splits) == {"train"}:
+        for name in list_folders(root):
+            if name not in SPLIT_FOLDERS and SPELLINGS.get(name.lower(), "train") != "train":
+                raise UserError(f"{root / name} holds no class folders: sort its images into one folder per class")
         raise UserError(
             f"{root} has train images only: add a test or val folder, "
             f"or give {splits['train']} to have a test split taken from it"

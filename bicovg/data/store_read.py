@@ -77,7 +77,7 @@ class PackedStore:
         classes: the class names in label order.
         mean, std: per channel over the train split, pixels scaled to [0, 1].
         rejected: images of the source that could not be used, each with split, path and reason.
-        fingerprint: the same for two stores of the same images, labels and classes.
+        fingerprint: the same for two stores of the same images and labels.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
@@ -91,8 +91,8 @@ class PackedStore:
         self.std: tuple[float, ...] = tuple(manifest["std"])
         self.rejected: list[dict[str, str]] = manifest["rejected"]
         self.source_hash: str = manifest["source"]["sha256"]
-        # what is trained and judged on, wherever it lies: images, labels, their order, the names of the classes
-        known = [manifest["size"], manifest["classes"], {k: v["sha256"] for k, v in list_files(manifest).items()}]
+        # what is trained and judged on, wherever it lies: images, labels and their order
+        known = [manifest["size"], {name: entry["sha256"] for name, entry in list_files(manifest).items()}]
         self.fingerprint = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
         splits = sorted(manifest["splits"], key=SPLITS.index)
         self.counts: dict[str, int] = {split: manifest["splits"][split]["count"] for split in splits}

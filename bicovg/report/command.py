@@ -24,7 +24,9 @@ def add_parsers(commands: Any) -> None:
     watch.add_argument("--tensorboard", metavar="DIR", help="write event files for TensorBoard as well")
     export = _add(commands, "export", "write a run as a model folder, torch.export and ONNX")
     export.add_argument("run", metavar="RUN")
-    export.add_argument("--head", default="mean", help="mean, fused, best (held-out-chosen), last, or a block")
+    export.add_argument(
+        "--head", default="mean", help="mean, fused, fused-NAME, best (held-out-chosen), last, or a block"
+    )
     export.add_argument("--out", metavar="DIR", help="folder to make (default RUN/export-HEAD)")
     export.add_argument("--format", default="hub,torch,onnx", help="what to write (default hub,torch,onnx)")
 

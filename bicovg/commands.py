@@ -15,6 +15,7 @@ from bicovg.calibration import is_calibrated
 from bicovg.checkpoint import find_checkpoint, list_checkpoints, verify_checkpoint
 from bicovg.comparing import comparison_table
 from bicovg.config import Config, TrainConfig, override
+from bicovg.data.splits import load_splits
 from bicovg.display import summary_table, wide_console
 from bicovg.distributed import ALONE, Team, join_team
 from bicovg.errors import StorageError, UserError
@@ -22,7 +23,7 @@ from bicovg.evaluation import report_fusion
 from bicovg.identity import MOVABLE, identify
 from bicovg.launching import begin_run, is_finished
 from bicovg.report.command import finish_run
-from bicovg.runlog import read_config, read_summary, write_json
+from bicovg.runlog import check_same_data, read_config, read_summary, write_json
 from bicovg.stopping import RunLock, Stopper, StopRequested
 from bicovg.summary import keep_fusions
 from bicovg.trainer import Trainer
@@ -46,10 +47,10 @@ def train(config: Config, args: argparse.Namespace) -> int:
         if args.out and team.leads and Path(args.out).exists() and not begun:
             raise UserError(f"--out {args.out} exists: choose another folder")
         runs: list[Path] = []
+        finished = find_finished(config, folders) if team.leads else set()
         for seed, out in folders.items():
             one = replace(config, seed=seed)
-            finished = team.leads and out is not None and is_finished(one, Path(out))
-            if team.tell("finished" if finished else "") and out is not None:
+            if team.tell("finished" if seed in finished else "") and out is not None:
                 runs.append(Path(out))
                 continue
             trainer = begin_run(one, out, team, again=True)
@@ -62,6 +63,16 @@ def train(config: Config, args: argparse.Namespace) -> int:
             wide_console().print(comparison_table([runs]))
             print("runs: " + " ".join(map(str, runs)))
     return 0
+
+
+def find_finished(config: Config, folders: dict[int, str | None]) -> set[int]:
+    """Seeds that are done; where others are not, of the data set that those will be trained on."""
+    done = {seed for seed, out in folders.items() if out and is_finished(replace(config, seed=seed), Path(out))}
+    if done and len(done) < len(folders):
+        splits = load_splits(config.data)
+        for seed in done:
+            check_same_data(Path(folders[seed] or ""), config, splits.classes, splits.fingerprint)
+    return done
 
 
 def say_rest(folders: dict[int, str | None], stopped: int) -> None:

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from bicovg.checkpoint import list_checkpoints
 from bicovg.config import Config, override, walk_settings
 from bicovg.distributed import Team
 from bicovg.errors import UserError
@@ -37,10 +38,11 @@ def find_begun(config: Config, run: Path) -> bool:
 
 
 def is_finished(config: Config, run: Path) -> bool:
-    """Whether this very run has been trained to its end in the folder."""
+    """Whether this very run is done in the folder: trained, judged and, as far as it can still be, reported."""
     if not (find_begun(config, run) and (run / "summary.json").is_file()):
         return False
-    return bool(read_summary(run).get("epochs") == config.train.epochs)
+    reported = (run / "report.html").is_file() or not list_checkpoints(run)
+    return bool(read_summary(run).get("epochs") == config.train.epochs) and reported
 
 
 def refuse_taken(run: Path) -> None:

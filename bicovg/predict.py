@@ -102,7 +102,8 @@ def fused_weights(head: str, run: Path) -> list[float]:
     if record is None:
         there = ", ".join(name for name, found in fitted.items() if found is not None)
         on, beside, _ = head.removeprefix("fused-").partition("-temperatures")
-        flags = f" --on {on}{beside.replace('-', ' --')}" if on in ("train", "augmented", "heldout") else ""
+        possible = on in ("train", "augmented") or (on == "heldout" and fitted.get("fused-heldout") is not None)
+        flags = f" --on {on}{beside.replace('-', ' --')}" if possible else ""
         how = f"`bicovg fuse {run}{flags}`"
         which = f"no {head}, but {there}" if there else "no fusion weights"
         raise UserError(f"{run} has {which}: fit them with {how}, or use --head mean")

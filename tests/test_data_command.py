@@ -91,6 +91,15 @@ def test_images_that_are_not_square_get_a_command_that_trains(capsys: pytest.Cap
         assert code == 0, error
 
 
+def test_folders_of_a_tree_that_are_not_used_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("train", "val", "Test", "notes"):
+        write_classes(Path("photos") / name, ["cat", "dog"], 4)
+    code, out, error = run(capsys, "data pack pets --from photos --size 16")
+    assert (code, out.split(",")[0]) == (0, "pets: train 8")
+    assert error == "not used: the folders Test, notes of photos\n"
+    assert "not used" not in run(capsys, "data pack pets --from photos/train --size 16 --force")[2]
+
+
 def test_one_class_alone_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     write_classes(Path("photos"), ["cat"], 4)
     code, _, error = run(capsys, "data pack pets --from photos")
@@ -109,6 +118,7 @@ def test_a_data_set_packed_anew_is_not_taken_for_the_one_of_a_run(capsys: pytest
     line = out.splitlines()[-1].removeprefix("train on it: bicovg ")
     small = "--train.epochs 2 --model.channels 8 --model.pools [] --model.scales [[1,2]] --model.groups 1"
     assert run(capsys, f"{line} {small} --train.device cpu --out run")[0] == 0
+    assert run(capsys, f"{line} {small} --train.device cpu --seeds 3 --out runs")[0] == 0
     noted = Path("run/data.json").read_text()
     said = "pets holds other images or labels than those of run: it was packed anew, or elsewhere"
     for other in ("other", "exchanged"):
@@ -118,6 +128,9 @@ def test_a_data_set_packed_anew_is_not_taken_for_the_one_of_a_run(capsys: pytest
             assert code == 2, words
             assert said in error, words
         assert Path("run/data.json").read_text() == noted
+        code, _, error = run(capsys, f"{line} {small} --train.device cpu --seeds 3 7 --out runs")
+        assert (code, Path("runs/s7").exists()) == (2, False)
+        assert said.replace("of run", "of runs/s3") in error
     run(capsys, f"{pack} renamed")  # the same images and labels: a fingerprint says so
     assert run(capsys, "eval run")[0] == 0
     old = json.loads(noted)

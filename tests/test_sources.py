@@ -142,7 +142,14 @@ def test_folders_beside_a_tree_and_classes_called_like_splits_are_what_they_were
         write_classes(tmp_path / "tree" / name, ["cat", "dog"], 2)
     for name in ("own/training/s1", "own/eating", "years/Test/2020", "years/Dev/2020"):
         write_classes((tmp_path / name).parent, [Path(name).name], 3)
-    found = {name: open_source(tmp_path / name) for name in ("tree", "own", "years")}
+    for name in ("Training/s1", "Testing/s1", "Walking/s1"):
+        write_classes((tmp_path / "moves" / name).parent, [Path(name).name], 3)
+    for name in ("train", "Val"):
+        write_classes(tmp_path / "flat" / name, ["cat", "dog"], 2)
+    (tmp_path / "flat" / "test").mkdir()  # images without labels
+    found = {name: open_source(tmp_path / name) for name in ("tree", "own", "years", "moves", "flat")}
+    assert found["moves"].classes == ("Testing", "Training", "Walking")
+    assert [sample.name[:4] for sample in found["flat"].samples("test")] == ["Val/"] * 4
     assert dict(found["tree"].counts) == {"train": 4, "test": 4}
     assert [sample.name[:4] for sample in found["tree"].samples("test")] == ["val/"] * 4
     assert found["own"].classes == ("eating", "training")

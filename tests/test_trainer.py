@@ -220,6 +220,9 @@ def test_the_same_command_goes_on_with_seeds_that_a_stop_has_left(
     assert main(line) == 0
     assert "n = 3" in capsys.readouterr().out
     assert {path: path.read_bytes() for path in (runs / "s3").iterdir() if path.is_file()} == before
+    (runs / "s7" / "report.html").unlink()  # as a stop behind the training leaves it
+    assert main(line) == 0
+    assert (runs / "s7" / "report.html").exists()
     assert main([*line, "--optim.lr", "0.5"]) == 2
     assert "holds a run with other settings" in capsys.readouterr().err
 

@@ -128,6 +128,7 @@ def _show_progress(unit: str) -> Iterator[Callable[[str, int, int], None]]:
 def _open_source(args: argparse.Namespace) -> "Source":
     """Detect and open what ``--from`` names; imagenet100 uses the list we ship unless another is given."""
     from bicovg.data.sources import detect_format, open_source
+    from bicovg.data.sources_folders import find_splits, list_folders
 
     format, path, classes = args.format, args.source, args.classes
     if format is None:
@@ -135,6 +136,10 @@ def _open_source(args: argparse.Namespace) -> "Source":
     if args.name == "imagenet100" and classes is None and format in ("image-tree", "class-folders"):
         classes = IMAGENET100
     source = open_source(path, format, classes, args.test_share)
+    if format == "image-tree":
+        unused = sorted({*list_folders(path)} - {folder.name for folder in find_splits(path).values()})
+        if unused:
+            print(_printable(f"not used: the folders {', '.join(unused)} of {path}"), file=sys.stderr)
     if len(source.classes) < 2 and classes is not None:
         raise UserError(f"{classes} names one class: a network needs two or more to tell apart")
     if len(source.classes) < 2:

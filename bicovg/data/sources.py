@@ -29,6 +29,10 @@ _EXPECTED = (
 )
 
 
+class NothingToReadError(UserError):
+    """A folder without folders and without any format's files."""
+
+
 @contextmanager
 def _name_unreadable(path: Path) -> Iterator[None]:
     """A folder that may not be read is the user's to mend."""
@@ -51,7 +55,7 @@ def _detect_in_folder(path: Path) -> str:
         return "image-tree"
     if list_folders(path):
         return "class-folders"
-    raise UserError(f"{path} holds nothing that can be read: give {_EXPECTED}")
+    raise NothingToReadError(f"{path} holds nothing that can be read: give {_EXPECTED}")
 
 
 def detect_format(path: Path) -> tuple[str, Path]:
@@ -71,7 +75,7 @@ def _look_deeper(format: str, path: Path) -> tuple[str, Path]:
         return format, path
     try:
         inner = detect_format(path / folders[0])
-    except UserError:  # what lies there are images
+    except NothingToReadError:  # but images
         return format, path
     return inner if inner[0] != "class-folders" else (format, path)
 

@@ -28,22 +28,23 @@ def list_folders(folder: Path) -> list[str]:
 def find_splits(root: Path) -> dict[str, Path]:
     """Folders of splits by their usual names.
 
-    Other spellings (Train, TESTING) count only where they hold folders and make up what is missing to train and test:
-    else they may be classes.
+    Other spellings (Train, TESTING) count only where they hold folders, stand beside splits alone and make up what is
+    missing to train and test: else they may be classes.
     """
-    usual: dict[str, Path] = {}
+    names = list_folders(root)
+    usual = {name: root / name for name in names if name in SPLIT_FOLDERS}
+    labelled = {name for name, folder in usual.items() if name == "train" or list_folders(folder)}
     others: dict[str, list[Path]] = {}
-    for name in list_folders(root):
+    for name in names:
         split = SPELLINGS.get(name.lower())
-        if name in SPLIT_FOLDERS:
-            usual[name] = root / name
-        elif split is not None and list_folders(root / name):
+        if split is not None and split not in labelled and name not in usual and list_folders(root / name):
             others.setdefault(split, []).append(root / name)
-    found = {**{split: folders[0] for split, folders in others.items()}, **usual}
-    if ("train" in usual and len(usual) > 1) or "train" not in found or len(found) < 2:
+    found = {**usual, **{split: folders[0] for split, folders in others.items()}}
+    whole, missing = {*labelled, *others}, "train" not in labelled or len(labelled) < 2
+    if not (missing and "train" in whole and len(whole) > 1 and all(name.lower() in SPELLINGS for name in names)):
         return usual
-    for split, folders in others.items():
-        if split not in usual and len(folders) > 1:
+    for folders in others.values():
+        if len(folders) > 1:
             raise UserError(f"{root} has both {folders[0].name} and {folders[1].name}: keep one of them")
     return found
 

@@ -69,3 +69,15 @@ def test_the_test_shard_packs_to_pillows_pixels_and_twice_to_the_same_bytes(name
     for file in store.folder.iterdir():
         assert file.read_bytes() == (again.folder / file.name).read_bytes(), file.name
     assert store.verify() == []
+
+
+def test_test_images_that_are_training_images_are_as_many_as_docs_data_says(name: str, tmp_path: Path) -> None:
+    store = pack(open_source(SHARDS / name), tmp_path, name)
+    train, test = store.split("train"), store.split("test")
+    labels: dict[int, set[int]] = {}
+    for i in range(len(train)):
+        labels.setdefault(hash(train.image(i).tobytes()), set()).add(int(train.labels[i]))
+    known = [labels.get(hash(test.image(i).tobytes()), set()) for i in range(len(test))]
+    shared = sum(map(bool, known))
+    same = sum(int(label) in among for label, among in zip(test.labels, known, strict=True))
+    assert (shared, same) == {"cifar100": (10, 4), "tiny-imagenet": (7, 0)}[name]

@@ -66,12 +66,13 @@ def train(config: Config, args: argparse.Namespace) -> int:
 
 
 def find_finished(config: Config, folders: dict[int, str | None]) -> set[int]:
-    """Seeds that are done; where others are not, of the data set that those will be trained on."""
+    """Seeds that are done; where others are not, all that have begun must be of the data set that is there."""
     done = {seed for seed, out in folders.items() if out and is_finished(replace(config, seed=seed), Path(out))}
-    if done and len(done) < len(folders):
+    begun = [Path(out) for out in folders.values() if out and os.path.lexists(out)]
+    if begun and len(done) < len(folders):
         splits = load_splits(config.data)
-        for seed in done:
-            check_same_data(Path(folders[seed] or ""), config, splits.classes, splits.fingerprint)
+        for run in begun:
+            check_same_data(run, config, splits.classes, splits.fingerprint)
     return done
 
 

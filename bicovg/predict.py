@@ -104,9 +104,9 @@ def fused_weights(head: str, run: Path) -> list[float]:
         on, beside, _ = head.removeprefix("fused-").partition("-temperatures")
         possible = on in ("train", "augmented") or (on == "heldout" and fitted.get("fused-heldout") is not None)
         flags = f" --on {on}{beside.replace('-', ' --')}" if possible else ""
-        how = f"`bicovg fuse {run}{flags}`"
         which = f"no {head}, but {there}" if there else "no fusion weights"
-        raise UserError(f"{run} has {which}: fit them with {how}, or use --head mean")
+        how = "use one of these" if there and not flags else f"fit them with `bicovg fuse {run}{flags}`"
+        raise UserError(f"{run} has {which}: {how}, or use --head mean")
     temperatures = record.get("temperatures") or [1.0] * len(record["weights"])
     return [float(weight) / float(t) for weight, t in zip(record["weights"], temperatures, strict=True)]
 

@@ -198,6 +198,10 @@ def test_every_fusion_that_was_fitted_can_predict(
     assert main(["predict", str(run), pictures[0], "--head", "fused-heldout-temperatures"]) == 2
     said = capsys.readouterr().err
     assert f"fused-train, fused-heldout: fit them with `bicovg fuse {run} --on heldout --temperatures`, or" in said
+    with pytest.raises(
+        UserError, match=r"no fused-on-noise, but fused-train, fused-heldout: use one of these, or use --head"
+    ):
+        list(predict_files(run, pictures, "fused-on-noise", device="cpu"))
     assert main(["fuse", str(run), "--on", "heldout", "--temperatures", "--device", "cpu"]) == 0
     assert capsys.readouterr().out.endswith("with it: --head fused-heldout-temperatures\n")
     fitted = json.loads((run / "summary.json").read_text())["fusion"]

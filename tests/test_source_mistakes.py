@@ -137,6 +137,11 @@ def _train_twice(path: Path) -> None:
         write_classes(path / split, ["a", "b"], 2)
 
 
+def _split_beside_folders_of_folders(path: Path) -> None:
+    for name in ("train", "Test", "Dev"):
+        write_classes(path / name, ["a", "b"], 2)
+
+
 def _flat_validation_in_capitals(path: Path) -> None:
     write_classes(path / "train", ["a", "b"], 2)
     (path / "Val").mkdir()
@@ -168,6 +173,7 @@ MISTAKES: dict[Callable[[Path], None], str] = {
     _lone_image: "class 'b' has one image, and one of every class is held out for testing: add another",
     _linked_folder: "data/b/more is a link to a folder: put the folder itself there",
     _train_twice: "has both TRAIN and Train: keep one",
+    _split_beside_folders_of_folders: "data/Test may be a split or a class like those beside it: call it test",
     _flat_validation_in_capitals: "data/Val holds no class folders: sort its images",
 }
 

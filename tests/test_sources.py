@@ -123,6 +123,7 @@ def test_image_tree_has_its_own_splits_and_ignores_unlabelled_test_images(tmp_pa
 def test_splits_in_other_spellings_are_splits(names: tuple[str, str], tmp_path: Path) -> None:
     for count, name in zip((3, 2), names, strict=True):
         write_classes(tmp_path / name, ["cat", "dog"], count)
+    write_classes(tmp_path, ["samples"], 1)
     source = open_source(tmp_path)
     assert (source.format, source.classes, dict(source.counts)) == (
         "image-tree",

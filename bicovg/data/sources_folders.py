@@ -28,8 +28,8 @@ def list_folders(folder: Path) -> list[str]:
 def find_splits(root: Path) -> dict[str, Path]:
     """Folders of splits by their usual names.
 
-    Other spellings (Train, TESTING) count only where they hold folders, stand beside splits alone and make up what is
-    missing to train and test: else they may be classes.
+    Other spellings (Train, TESTING) count only where they hold folders, no folder beside them but splits does, and they
+    make up what is missing to train and test: else they may be classes.
     """
     names = list_folders(root)
     usual = {name: root / name for name in names if name in SPLIT_FOLDERS}
@@ -41,7 +41,8 @@ def find_splits(root: Path) -> dict[str, Path]:
             others.setdefault(split, []).append(root / name)
     found = {**usual, **{split: folders[0] for split, folders in others.items()}}
     whole, missing = {*labelled, *others}, "train" not in labelled or len(labelled) < 2
-    if not (missing and "train" in whole and len(whole) > 1 and all(name.lower() in SPELLINGS for name in names)):
+    alone = not any(list_folders(root / name) for name in names if name.lower() not in SPELLINGS)
+    if not (missing and alone and "train" in whole and len(whole) > 1):
         return usual
     for folders in others.values():
         if len(folders) > 1:
@@ -148,7 +149,12 @@ def read_image_tree(root: Path, class_list: Path | None = None) -> Source:
             raise UserError(f"{folder} holds no class folders: sort its images into one folder per class")
     if set(splits) == {"train"}:
         for name in list_folders(root):
-            if name not in SPLIT_FOLDERS and SPELLINGS.get(name.lower(), "train") != "train":
+            split = SPELLINGS.get(name.lower(), "train")
+            if name not in SPLIT_FOLDERS and split != "train" and list_folders(root / name):
+                raise UserError(
+                    f"{root / name} may be a split or a class like those beside it: call it {split} if it is one"
+                )
+            if name not in SPLIT_FOLDERS and split != "train":
                 raise UserError(f"{root / name} holds no class folders: sort its images into one folder per class")
         raise UserError(
             f"{root} has train images only: add a test or val folder, "

@@ -28,13 +28,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bicovg.data.known import IMAGENET100
+from bicovg.data.sources_sample import read_class_list
+from bicovg.runlog import describe_environment
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from bicovg.data.known import IMAGENET100  # noqa: E402
-from bicovg.data.sources_sample import read_class_list  # noqa: E402
-from bicovg.runlog import describe_environment  # noqa: E402
-
 ROWS = [f"imagenet100-{row}" for row in ("bicovg", "bicovg-fal", "hgb2", "hgb4", "bp-classic")]
 SIDES = ((375, 500), (500, 333), (256, 300), (224, 800))  # heights and widths, one after the other
 

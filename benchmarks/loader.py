@@ -29,15 +29,14 @@ from typing import Any
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bicovg.data.augment import Augmentation
+from bicovg.data.images import ImageSource, MappedImages, VariableImages
+from bicovg.data.loader import Loader
+from bicovg.recipes import get_recipe
+from bicovg.runlog import find_commit
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from bicovg.data.augment import Augmentation  # noqa: E402
-from bicovg.data.images import ImageSource, MappedImages, VariableImages  # noqa: E402
-from bicovg.data.loader import Loader  # noqa: E402
-from bicovg.recipes import get_recipe  # noqa: E402
-from bicovg.runlog import find_commit  # noqa: E402
-
 COUNTS = {"cifar100-bicovg": 50_000, "tiny-imagenet-bicovg": 20_000, "imagenet100-bicovg": 2_000}
 MEAN = STD = (0.5, 0.5, 0.5)
 

@@ -32,11 +32,11 @@ import numpy as np
 import pyarrow
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bicovg.data.sources import open_source
+from bicovg.data.store import pack
 
-from bicovg.data.sources import open_source  # noqa: E402
-from bicovg.data.store import pack  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def make_shards(folder: Path, count: int, size: int) -> None:

@@ -11,9 +11,8 @@ from bicovg.cli import main
 def run() -> NoReturn:
     """Run the command line and end the process with its exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # a file's name need not be text, nor in the terminal's letters
+        # a file's name need not be text, nor in the terminal's letters
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = main()
     except Exception:

@@ -15,15 +15,14 @@ from bicovg.calibration import is_calibrated
 from bicovg.checkpoint import find_checkpoint, list_checkpoints, verify_checkpoint
 from bicovg.comparing import comparison_table
 from bicovg.config import Config, TrainConfig, override
-from bicovg.data.splits import load_splits
 from bicovg.display import summary_table, wide_console
 from bicovg.distributed import ALONE, Team, join_team
 from bicovg.errors import StorageError, UserError
 from bicovg.evaluation import report_fusion
 from bicovg.identity import MOVABLE, identify
-from bicovg.launching import begin_run, is_finished
+from bicovg.launching import begin_run, find_finished
 from bicovg.report.command import finish_run
-from bicovg.runlog import check_same_data, read_config, read_summary, write_json
+from bicovg.runlog import read_config, read_summary, write_json
 from bicovg.stopping import RunLock, Stopper, StopRequested
 from bicovg.summary import keep_fusions
 from bicovg.trainer import Trainer
@@ -40,49 +39,35 @@ def train(config: Config, args: argparse.Namespace) -> int:
     with join_team(config.train) as team, make_stopper(args.max_seconds) as stopper:
         if args.seeds is None:
             return 0 if finish(begin_run(config, args.out, team), stopper) else stopper.exit_code
-        if len(set(args.seeds)) != len(args.seeds):
-            raise UserError(f"--seeds {' '.join(map(str, args.seeds))} names a seed twice")
-        folders = {seed: str(Path(args.out) / f"s{seed}") if args.out else None for seed in args.seeds}
-        begun = any(folder is not None and os.path.lexists(folder) for folder in folders.values())
-        if args.out and team.leads and Path(args.out).exists() and not begun:
-            raise UserError(f"--out {args.out} exists: choose another folder")
-        runs: list[Path] = []
-        finished = find_finished(config, folders) if team.leads else set()
-        for seed, out in folders.items():
-            one = replace(config, seed=seed)
-            if team.tell("finished" if seed in finished else "") and out is not None:
-                runs.append(Path(out))
-                continue
-            trainer = begin_run(one, out, team, again=True)
-            if not finish(trainer, stopper, quiet=True):
-                if team.leads:
-                    say_rest(folders, seed)
-                return stopper.exit_code
-            runs.append(trainer.run)
-        if team.leads:
-            wide_console().print(comparison_table([runs]))
-            print("runs: " + " ".join(map(str, runs)))
+        return train_seeds(config, args, team, stopper)
+
+
+def train_seeds(config: Config, args: argparse.Namespace, team: Team, stopper: Stopper) -> int:
+    """One run per seed; with ``--out`` those that are done are left as they are, and one that was stopped goes on."""
+    if len(set(args.seeds)) != len(args.seeds):
+        raise UserError(f"--seeds {' '.join(map(str, args.seeds))} names a seed twice")
+    folders = {seed: Path(args.out) / f"s{seed}" for seed in args.seeds} if args.out else {}
+    if team.leads and folders and Path(args.out).exists() and not any(map(os.path.lexists, folders.values())):
+        raise UserError(f"--out {args.out} exists: choose another folder")
+    done = team.tell(" ".join(map(str, find_finished(config, folders) if team.leads else ())))
+    runs: list[Path] = []
+    for position, seed in enumerate(args.seeds):
+        if str(seed) in done.split():
+            runs.append(folders[seed])
+            continue
+        out = str(folders[seed]) if folders else None
+        trainer = begin_run(replace(config, seed=seed), out, team, again=True)
+        if not finish(trainer, stopper, quiet=True):
+            left = [seed for seed in args.seeds[position + 1 :] if not (folders and os.path.lexists(folders[seed]))]
+            if left and team.leads:
+                how = "the same command goes on with all" if folders else "train them with another --seeds"
+                print(f"not begun: seeds {' '.join(map(str, left))}; {how}", flush=True)
+            return stopper.exit_code
+        runs.append(trainer.run)
+    if team.leads:
+        wide_console().print(comparison_table([runs]))
+        print("runs: " + " ".join(map(str, runs)))
     return 0
-
-
-def find_finished(config: Config, folders: dict[int, str | None]) -> set[int]:
-    """Seeds that are done; where others are not, all that have begun must be of the data set that is there."""
-    done = {seed for seed, out in folders.items() if out and is_finished(replace(config, seed=seed), Path(out))}
-    begun = [Path(out) for out in folders.values() if out and os.path.lexists(out)]
-    if begun and len(done) < len(folders):
-        splits = load_splits(config.data)
-        for run in begun:
-            check_same_data(run, config, splits.classes, splits.fingerprint)
-    return done
-
-
-def say_rest(folders: dict[int, str | None], stopped: int) -> None:
-    """How to come to the seeds that a stop has left."""
-    seeds = [*folders][[*folders].index(stopped) + 1 :]
-    left = [seed for seed in seeds if not os.path.lexists(folders[seed] or "")]
-    if left:
-        how = "train them with another --seeds" if None in folders.values() else "the same command goes on with all"
-        print(f"not begun: seeds {' '.join(map(str, left))}; {how}", flush=True)
 
 
 def resume(args: argparse.Namespace, changes: dict[str, Any]) -> int:

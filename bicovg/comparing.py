@@ -52,12 +52,8 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def name_groups(groups: list[list[Path]]) -> list[str]:
-    """The recipe of each; with its data set where a recipe was used on several, and its first run if need be."""
-    configs = [read_config(group[0]) for group in groups]
-    on_several = {
-        c.recipe for c in configs for other in configs if c.recipe == other.recipe and c.data.name != other.data.name
-    }
-    names = [f"{c.recipe} on {c.data.name}" if c.recipe in on_several else c.recipe for c in configs]
+    """The recipe of each, and its first run where another has that recipe, too."""
+    names = [read_config(group[0]).recipe for group in groups]
     return [
         f"{name} ({group[0]})" if names.count(name) > 1 else name for name, group in zip(names, groups, strict=True)
     ]

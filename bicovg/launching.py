@@ -1,14 +1,17 @@
 """How a run begins: anew, or, when torchrun has restarted its processes, where its last checkpoint stands."""
 
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from bicovg.checkpoint import list_checkpoints
 from bicovg.config import Config, override, walk_settings
+from bicovg.data.splits import load_splits
 from bicovg.distributed import Team
 from bicovg.errors import UserError
 from bicovg.identity import MOVABLE
-from bicovg.runlog import holds_nothing, read_config, read_summary
+from bicovg.runlog import check_same_data, holds_nothing, read_config, read_summary
 from bicovg.trainer import Trainer
 
 
@@ -43,6 +46,17 @@ def is_finished(config: Config, run: Path) -> bool:
         return False
     reported = (run / "report.html").is_file() or not list_checkpoints(run)
     return bool(read_summary(run).get("epochs") == config.train.epochs) and reported
+
+
+def find_finished(config: Config, folders: Mapping[int, Path]) -> set[int]:
+    """Seeds that are done; where others are not, all that have begun must be of the data set that is there."""
+    done = {seed for seed, run in folders.items() if is_finished(replace(config, seed=seed), run)}
+    begun = [run for run in folders.values() if os.path.lexists(run)]
+    if begun and len(done) < len(folders):
+        splits = load_splits(config.data)
+        for run in begun:
+            check_same_data(run, config, splits)
+    return done
 
 
 def refuse_taken(run: Path) -> None:

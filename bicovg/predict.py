@@ -28,6 +28,11 @@ from bicovg.state import read_weights
 
 BATCH = 64
 MOST_BYTES = 1 << 28  # of a file, as in packing
+FITTED_BY = {  # head -> flags of ``bicovg fuse``
+    f"fused-{on}{'-temperatures' * scaled}": f" --on {on}{' --temperatures' * scaled}"
+    for on in ("train", "augmented", "heldout")
+    for scaled in (False, True)
+}
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
 
@@ -97,15 +102,14 @@ def head_weights(head: str, run: Path, exits: list[int]) -> list[float]:
 
 def fused_weights(head: str, run: Path) -> list[float]:
     """``fused``: as fitted on held-out images, else on training images; ``fused-augmented`` and the like: that fit."""
-    fitted = {f"fused-{name.replace('_', '-')}": record for name, record in read_summary(run)["fusion"].items()}
+    fitted = {
+        f"fused-{name.replace('_', '-')}": record for name, record in read_summary(run)["fusion"].items() if record
+    }
     record = fitted.get("fused-heldout") or fitted.get("fused-train") if head == "fused" else fitted.get(head)
     if record is None:
-        there = ", ".join(name for name, found in fitted.items() if found is not None)
-        on, beside, _ = head.removeprefix("fused-").partition("-temperatures")
-        possible = on in ("train", "augmented") or (on == "heldout" and fitted.get("fused-heldout") is not None)
-        flags = f" --on {on}{beside.replace('-', ' --')}" if possible else ""
-        which = f"no {head}, but {there}" if there else "no fusion weights"
-        how = "use one of these" if there and not flags else f"fit them with `bicovg fuse {run}{flags}`"
+        which = f"no {head}, but {', '.join(fitted)}" if fitted else "no fusion weights"
+        flags = {"fused": "", **FITTED_BY}.get(head)
+        how = "use one of these" if flags is None and fitted else f"fit them with `bicovg fuse {run}{flags or ''}`"
         raise UserError(f"{run} has {which}: {how}, or use --head mean")
     temperatures = record.get("temperatures") or [1.0] * len(record["weights"])
     return [float(weight) / float(t) for weight, t in zip(record["weights"], temperatures, strict=True)]

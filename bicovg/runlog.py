@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bicovg import run_schema
 from bicovg.checkpoint import METRICS
@@ -21,6 +21,9 @@ from bicovg.config import Config, from_json, to_json
 from bicovg.durable import append_line, leftover, read_regular, replace_file, sync_folder
 from bicovg.errors import StorageError, UserError
 from bicovg.stopping import LOCK, RunLock
+
+if TYPE_CHECKING:
+    from bicovg.data.splits import Splits
 
 RESULTS = ("summary.json", "analysis.json", "early_exit.json", "report.html")
 MAX_TEXT = 1 << 28
@@ -136,27 +139,35 @@ def read_summary(run: Path) -> dict[str, Any]:
 
 def read_data(run: Path, config: Config) -> tuple[list[str], list[float], list[float]]:
     """Class names, mean and std that a run wrote down when it opened its data set."""
-    path = run / "data.json"
-    repair = f"resume the run once with `bicovg train --resume {run}`, which writes it anew"
-    data = read_json(path, repair)
-    check = run_schema.data(config.data.num_classes, config.data.image_channels)
-    run_schema.check_file(path, data, check, repair)
+    data = _read_data(run, config)
     return data["classes"], [float(x) for x in data["mean"]], [float(x) for x in data["std"]]
 
 
-def check_same_data(run: Path, config: Config, classes: list[str], fingerprint: str) -> None:
+def _read_data(run: Path, config: Config) -> dict[str, Any]:
+    path = run / "data.json"
+    repair = f"resume the run once with `bicovg train --resume {run}`, which writes it anew"
+    data: dict[str, Any] = read_json(path, repair)
+    check = run_schema.data(config.data.num_classes, config.data.image_channels)
+    run_schema.check_file(path, data, check, repair)
+    return data
+
+
+def check_same_data(run: Path, config: Config, splits: "Splits") -> None:
     """Refuse another data set than the run noted: under its name there may be another by now.
 
     A data.json that is not there or damaged says nothing. One of an older run has the names of the classes alone; they
     may be numbers in one store and words in another, as not every copy of a data set has words.
     """
     try:
-        known, _, _ = read_data(run, config)
+        data = _read_data(run, config)
     except UserError:
         return
-    noted = read_json(run / "data.json", "").get("fingerprint")
-    kinds = {all(name.isdecimal() for name in names) for names in (known, classes)}
-    if noted != fingerprint if noted is not None else known != classes and len(kinds) == 1:
+    if "fingerprint" in data:
+        same = data["fingerprint"] == splits.fingerprint
+    else:
+        kinds = {all(name.isdecimal() for name in names) for names in (data["classes"], splits.classes)}
+        same = data["classes"] == splits.classes or len(kinds) == 2
+    if not same:
         raise UserError(
             f"{config.data.name} holds other images or labels than those of {run}: it was packed anew, or elsewhere; "
             "pack the run's own again, in another folder if need be (--data.root of train, else --data-root), or train "

@@ -88,7 +88,7 @@ class Trainer:
     def _resume(cls, run: Path, config: Config, device: torch.device, lock: RunLock | None, team: Team) -> "Trainer":
         net, splits = build_on(config, device), load_splits(config.data)
         check_fit(config, splits, net, team)
-        check_same_data(run, config, splits.classes, splits.fingerprint)
+        check_same_data(run, config, splits)
         trainer = cls(config, run, net, splits, device, lock=lock, team=team)
         trainer._make_ready()
         if not team.leads:
@@ -119,7 +119,7 @@ class Trainer:
             raise UserError(none_usable(run, skipped))
         net.load_state_dict(weights[0])
         splits = load_splits(config.data)
-        check_same_data(run, config, splits.classes, splits.fingerprint)
+        check_same_data(run, config, splits)
         trainer = cls(config, run, net, splits, device, weights[1], team=team)
         trainer._make_ready()
         return trainer

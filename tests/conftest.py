@@ -1,9 +1,11 @@
 """Set-up shared by all tests: one thread, fixed seeds, shapes checked at every call of a public function."""
 
+import functools
 import os
 import signal
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,14 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("runs") / "small"
     assert main(["train", *SMALL, "--out", str(run)]) == 0
     return run
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Path]:
+    """Makes a finished run folder as the trainer leaves it, of a seed and with settings of one's own."""
+    from record_cases import make_finished
+
+    return functools.partial(make_finished, tmp_path / "runs")
 
 
 @pytest.fixture(scope="session")

@@ -4,42 +4,10 @@ import json
 import statistics
 import subprocess
 
+import prose_cases as case
 import pytest
 import torch
-from prose_cases import (
-    AFTER,
-    ALIGNED,
-    BARE,
-    BEFORE,
-    COARSE,
-    DEEP,
-    FAL,
-    FINE,
-    FLOAT,
-    GROUPED,
-    HELD,
-    HGB,
-    LARGE_AFTER,
-    LARGE_BEFORE,
-    LARGE_FAL,
-    LARGE_HELD,
-    LARGE_SCALES,
-    MIXED,
-    ONE_CLIP,
-    ONE_LOSS,
-    PAIRS,
-    PLAIN,
-    ROOT,
-    RULES,
-    SCALES,
-    SETTINGS,
-    SMALL_HGB,
-    SMALL_WHOLE,
-    STRICT,
-    TUNED,
-    WHOLE,
-    words,
-)
+from prose_cases import ROOT, words
 
 from bicovg.methods import build_network
 from bicovg.networks import count_parameters
@@ -61,8 +29,8 @@ def test_which_records_name_a_commit_that_is_not_there(records: dict[str, Record
     assert not subprocess.run([*git, "cat-file", "-e", "9c9c568"], capture_output=True).returncode, "is that of"
     assert "(twelve name a commit that this repository does not have" in words("README.md")
     tuned = {name for name in records if name.startswith("cifar100-bp-tune")}
-    large = {LARGE_BEFORE, LARGE_AFTER, LARGE_SCALES, ONE_CLIP}
-    assert lost.keys() == tuned | large | {TUNED, FINE, COARSE, FLOAT}
+    large = {case.LARGE_BEFORE, case.LARGE_AFTER, case.LARGE_SCALES, case.ONE_CLIP}
+    assert lost.keys() == tuned | large | {case.TUNED, case.FINE, case.COARSE, case.FLOAT}
     assert set(lost.values()) == {"06f01ee"}
 
 
@@ -87,34 +55,36 @@ def test_imagenet100s_recipes_were_exercised_at_full_size(text: str) -> None:
 
 RUNS = {  # what the page calls each record, by the row of its table
     "Tiny-ImageNet (VGG-16), 90": {
-        STRICT: "strict (3)",
-        WHOLE: "end to end on the same backbone (3)",
-        LARGE_FAL: "strict + FAL",
-        HGB: "hgb 4",
-        LARGE_HELD: "strict with 2 % held out",
+        case.STRICT: "strict (3)",
+        case.WHOLE: "end to end on the same backbone (3)",
+        case.LARGE_FAL: "strict + FAL",
+        case.HGB: "hgb 4",
+        case.LARGE_HELD: "strict with 2 % held out",
     },
     "CIFAR-100 (VGG-8), 400": {
-        FAL: "strict + FAL (3)",
-        SMALL_WHOLE: "end to end (3)",
-        PLAIN: "strict (2)",
-        GROUPED: "grouped + FAL",
-        SMALL_HGB: "hgb 4",
-        HELD: "strict with 2 % held out",
-        TUNED: "end to end tuned",
+        case.FAL: "strict + FAL (3)",
+        case.SMALL_WHOLE: "end to end (3)",
+        case.PLAIN: "strict (2)",
+        case.GROUPED: "grouped + FAL",
+        case.SMALL_HGB: "hgb 4",
+        case.HELD: "strict with 2 % held out",
+        case.TUNED: "end to end tuned",
     },
     "CIFAR-100, 100": {
-        **dict.fromkeys((BEFORE, MIXED, SCALES, AFTER), "the ablation's four points"),
-        ALIGNED: "+ FAL",
-        **dict.fromkeys((FINE, COARSE), "reductions of 4 and 16"),
-        PAIRS: "hgb 2",
-        **dict.fromkeys((ONE_LOSS, DEEP), "end to end with one loss and with one at every block"),
-        BARE: "no batch norm",
-        FLOAT: "float32",
-        **{f"cifar100-bp-tune-{name}": "four settings of end to end on held-out images" for name in SETTINGS},
+        **dict.fromkeys((case.BEFORE, case.MIXED, case.SCALES, case.AFTER), "the ablation's four points"),
+        case.ALIGNED: "+ FAL",
+        **dict.fromkeys((case.FINE, case.COARSE), "reductions of 4 and 16"),
+        case.PAIRS: "hgb 2",
+        **dict.fromkeys((case.ONE_LOSS, case.DEEP), "end to end with one loss and with one at every block"),
+        case.BARE: "no batch norm",
+        case.FLOAT: "float32",
+        **{f"cifar100-bp-tune-{name}": "four settings of end to end on held-out images" for name in case.SETTINGS},
     },
     "Tiny-ImageNet, 30": {
-        **dict.fromkeys((LARGE_BEFORE, LARGE_SCALES, LARGE_AFTER), "three of the ablation's four points"),
-        ONE_CLIP: "one clip for all units",
+        **dict.fromkeys(
+            (case.LARGE_BEFORE, case.LARGE_SCALES, case.LARGE_AFTER), "three of the ablation's four points"
+        ),
+        case.ONE_CLIP: "one clip for all units",
     },
 }
 
@@ -132,9 +102,9 @@ def test_what_has_been_run_is_what_there_are_records_of(records: dict[str, Recor
             seeds = len(records[name]["seeds"])
             assert phrase.endswith(f"({seeds})") if seeds > 1 else "(" not in phrase, name
             assert row.endswith(f", {records[name]['epochs']}")
-    values = [seed_values(records[name], *keys) for name in named for keys in RULES]
+    values = [seed_values(records[name], *keys) for name in named for keys in case.RULES]
     worst = max(max(seeds) - min(seeds) for seeds in values if None not in seeds)
     assert f"Seeds of one setting differ by up to {worst:.1f} points" in text
     many = {name: len(one["seeds"]) for name, one in records.items() if name in named and len(one["seeds"]) > 1}
-    assert many == {PLAIN: 2, STRICT: 3, FAL: 3, SMALL_WHOLE: 3, WHOLE: 3}
+    assert many == {case.PLAIN: 2, case.STRICT: 3, case.FAL: 3, case.SMALL_WHOLE: 3, case.WHOLE: 3}
     assert "for strict (two on CIFAR-100, three on Tiny-ImageNet) and CIFAR-100's strict + FAL (three)" in text

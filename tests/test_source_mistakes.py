@@ -173,7 +173,7 @@ MISTAKES: dict[Callable[[Path], None], str] = {
     _lone_image: "class 'b' has one image, and one of every class is held out for testing: add another",
     _linked_folder: "data/b/more is a link to a folder: put the folder itself there",
     _train_twice: "has both TRAIN and Train: keep one",
-    _split_beside_folders_of_folders: "data/Test may be a split or a class like those beside it: call it test",
+    _split_beside_folders_of_folders: "data/Test may be a split or a class like those beside it: call a split test",
     _flat_validation_in_capitals: "data/Val holds no class folders: sort its images",
 }
 

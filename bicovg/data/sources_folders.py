@@ -34,20 +34,18 @@ def find_splits(root: Path) -> dict[str, Path]:
     names = list_folders(root)
     usual = {name: root / name for name in names if name in SPLIT_FOLDERS}
     labelled = {name for name, folder in usual.items() if name == "train" or list_folders(folder)}
-    others: dict[str, list[Path]] = {}
+    beside = [name for name in names if name.lower() not in SPELLINGS]
+    if ("train" in labelled and len(labelled) > 1) or any(list_folders(root / name) for name in beside):
+        return usual
+    others: dict[str, Path] = {}
     for name in names:
         split = SPELLINGS.get(name.lower())
-        if split is not None and split not in labelled and name not in usual and list_folders(root / name):
-            others.setdefault(split, []).append(root / name)
-    found = {**usual, **{split: folders[0] for split, folders in others.items()}}
-    whole, missing = {*labelled, *others}, "train" not in labelled or len(labelled) < 2
-    alone = not any(list_folders(root / name) for name in names if name.lower() not in SPELLINGS)
-    if not (missing and alone and "train" in whole and len(whole) > 1):
-        return usual
-    for folders in others.values():
-        if len(folders) > 1:
-            raise UserError(f"{root} has both {folders[0].name} and {folders[1].name}: keep one of them")
-    return found
+        if split is not None and name not in usual and split not in labelled and list_folders(root / name):
+            if split in others:
+                raise UserError(f"{root} has both {others[split].name} and {name}: keep one of them")
+            others[split] = root / name
+    found = usual | others
+    return found if "train" in found and len(found) > 1 else usual
 
 
 def _stop(error: OSError) -> None:
@@ -150,12 +148,11 @@ def read_image_tree(root: Path, class_list: Path | None = None) -> Source:
     if set(splits) == {"train"}:
         for name in list_folders(root):
             split = SPELLINGS.get(name.lower(), "train")
-            if name not in SPLIT_FOLDERS and split != "train" and list_folders(root / name):
-                raise UserError(
-                    f"{root / name} may be a split or a class like those beside it: call it {split} if it is one"
-                )
-            if name not in SPLIT_FOLDERS and split != "train":
-                raise UserError(f"{root / name} holds no class folders: sort its images into one folder per class")
+            if name in SPLIT_FOLDERS or split == "train":
+                continue
+            if list_folders(root / name):
+                raise UserError(f"{root / name} may be a split or a class like those beside it: call a split {split}")
+            raise UserError(f"{root / name} holds no class folders: sort its images into one folder per class")
         raise UserError(
             f"{root} has train images only: add a test or val folder, "
             f"or give {splits['train']} to have a test split taken from it"
